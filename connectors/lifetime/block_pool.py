@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's block pool with our free list in place of the LRU queue.
+
+EngineCore process, scheduler thread. Everything that vLLM calls on its pool stays: only the queue's order differs, and only
+for blocks whose request came with metadata.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from vllm_lifetime.pool.free_list import TierFreeList
+
+__all__ = ["HBM", "LifetimeBlockPool", "PoolListener"]
+
+HBM = 0
+"""Number of the HBM tier in `Run.num_blocks`."""
+
+
+class PoolListener(Protocol):
+    """What the connector's scheduler side wants to know of the pool. Every call is on the hot path."""
+
+    def on_blocks_cached(
+        self, request: Request, group_id: int, blocks: Sequence[KVCacheBlock], num_cached: int, num_full: int
+    ) -> None:
+        """Blocks `num_cached <= i < num_full` of `request` have got their hashes, in KV cache group `group_id`."""
+
+    def on_blocks_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks are about to be handed out; those with a hash lose it now."""
+
+    def on_prefix_cache_reset(self) -> None:
+        """Every hash of HBM is gone; the tiers below must follow (R25)."""
+
+
+class LifetimeBlockPool(BlockPool):
+    """`BlockPool` whose `free_block_queue` is a `TierFreeList`.
+
+    Without a listener, or for requests without metadata, its order is stock vLLM's exactly.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.listener: PoolListener | None = None
+        # The stock queue gave out its first block as the null block; the new one must not hold it.
+        self.free_list: TierFreeList[KVCacheBlock] = TierFreeList(self.blocks, HBM)
+        self.free_list.remove(self.null_block)
+        self.free_block_queue = self.free_list  # type: ignore[assignment]
+        self._stock_evict = super()._maybe_evict_cached_block
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        **kwargs: Any,
+    ) -> None:
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, **kwargs
+        )
+        if self.listener is not None and num_cached_blocks < num_full_blocks:
+            self.listener.on_blocks_cached(request, kv_cache_group_id, blocks, num_cached_blocks, num_full_blocks)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        if num_blocks > self.free_list.num_free_blocks:
+            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
+        blocks = self.free_list.popleft_n(num_blocks)
+        if self.listener is not None:
+            self.listener.on_blocks_allocated(blocks)
+        if self._reuse_watchers:
+            self._notify_reuse(blocks)
+        # The blocks are out of the list, so leaving their runs is all that `forget_hash` would do: one loop, as in vLLM.
+        run_of = self.free_list.run_of
+        evict = self._stock_evict if self.enable_caching else None
+        collector = self.metrics_collector
+        for block in blocks:
+            if run_of[block.block_id] is not None:
+                self.free_list.set_run(block, None)
+            if evict is not None:
+                evict(block)
+            block.ref_cnt += 1
+            if collector:
+                collector.on_block_allocated(block)
+        return blocks
+
+    def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
+        blocks = list(blocks)
+        super().unpin_blocks(blocks, on_reuse)
+        for block in blocks:
+            if block.ref_cnt == 0 and block.block_hash is None:
+                self.free_list.keep_turn(block)
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        if block.block_hash is not None:
+            self.free_list.forget_hash(block)
+        return super()._maybe_evict_cached_block(block)
+
+    def reset_prefix_cache(self) -> bool:
+        if not super().reset_prefix_cache():
+            return False
+        self.free_list.forget_all_hashes()
+        if self.listener is not None:
+            self.listener.on_prefix_cache_reset()
+        return True
+
+    def twin_of(self, block: KVCacheBlock) -> KVCacheBlock | None:
+        """Another block with the same content, if vLLM computed it twice."""
+        if block.block_hash is None:
+            return None
+        twin = self.cached_block_hash_to_block.get_one_block(block.block_hash)
+        return None if twin is block else twin

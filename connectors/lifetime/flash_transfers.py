@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers between flash and the tiers above, in the worker.
+
+Flash is reached through host memory on every platform: a load reads slots into staging slots and copies those to HBM, a store
+without a host tier goes the other way round. File reads and writes run on IO threads; `poll`, on the main thread, moves each
+transfer from one phase to the next. A read that does not return by its deadline is given up: its blocks count as failed, its
+staging slots come back when the read does.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from vllm.logger import init_logger
+
+from vllm_lifetime.connectors.lifetime.copy_engine import CopyQueue
+from vllm_lifetime.flash import FlashDevice
+
+__all__ = ["FlashTransfers", "Finished"]
+
+logger = init_logger(__name__)
+
+Finished = Callable[[set[int], bool], None]
+"""`finished(failed positions, is late)`, on the main thread."""
+
+
+class _Load:
+    """A load: chunks as large as the staging slots allow, each read and then copied."""
+
+    def __init__(
+        self, slots: Sequence[int], keys: Sequence[bytes], block_ids: Sequence[int], deadline: float, finished: Finished
+    ) -> None:
+        self.slots, self.keys, self.block_ids = slots, keys, block_ids
+        self.deadline = deadline
+        self.finished = finished
+        self.position = 0
+        self.failed: set[int] = set()
+
+
+class _Chunk:
+    """Positions `[start, start + len(staging))` of a load, being read."""
+
+    def __init__(self, load: _Load, start: int, staging: list[int], reads: list[Future[list[bool]]]) -> None:
+        self.load, self.start, self.staging, self.reads = load, start, staging, reads
+
+
+class FlashTransfers:
+    """All flash transfers of one worker. Main thread only, but for the reads and writes themselves.
+
+    Args:
+        device: the open flash device.
+        copies: copies between HBM and host slots.
+        staging: numbers of the host slots that transfers pass through; at least one.
+        num_threads: IO threads.
+
+    """
+
+    def __init__(self, device: FlashDevice, copies: CopyQueue, staging: Sequence[int], num_threads: int) -> None:
+        self._device = device
+        self._copies = copies
+        self._free_staging = list(staging)
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lifetime-flash")
+        self._waiting_loads: deque[_Load] = deque()
+        self._reading: list[_Chunk] = []
+        self._abandoned: list[_Chunk] = []
+        self._waiting_stores: deque[tuple[Sequence[int], Sequence[int], Sequence[bytes], Finished]] = deque()
+        self._writing: list[tuple[list[Future[list[bool]]], list[int], Sequence[int], list[int], Finished]] = []
+        self._num_copying = 0
+        self._to_invalidate: list[int] = []
+
+    def __len__(self) -> int:
+        """Transfers in flight or waiting, without abandoned reads."""
+        waiting = len(self._waiting_loads) + len(self._waiting_stores)
+        return waiting + len(self._reading) + len(self._writing) + self._num_copying
+
+    # ------------------------------------------------------------------ orders
+
+    def load(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        deadline: float,
+        finished: Finished,
+    ) -> None:
+        """Bring flash slots to HBM blocks, until `deadline` (a `time.monotonic` time)."""
+        self._waiting_loads.append(_Load(slots, keys, block_ids, deadline, finished))
+        self._start_waiting()
+
+    def store(self, block_ids: Sequence[int], slots: Sequence[int], keys: Sequence[bytes], finished: Finished) -> int | None:
+        """Write HBM blocks to flash slots. Returns the number of the first copy if it could start at once, else None.
+
+        What does not fit into the staging slots at once is not written: its positions are reported as failed. A demotion is
+        worth no wait.
+        """
+        count = min(len(slots), len(self._free_staging))
+        left_out = set(range(count, len(slots)))
+        if count == 0:
+            finished(left_out, False)
+            return None
+        staging = [self._free_staging.pop() for _ in range(count)]
+        self._num_copying += 1
+
+        def copied(success: bool) -> None:
+            self._num_copying -= 1
+            if not success:
+                self._free_staging.extend(staging)
+                finished(set(range(len(slots))), False)
+                return
+            self._write(staging, slots[:count], keys[:count], staging, lambda failed, late: finished(failed | left_out, late))
+
+        return self._copies.store(block_ids[:count], staging, copied)
+
+    def demote(
+        self, host_slots: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes], finished: Finished
+    ) -> None:
+        """Write host slots to flash slots."""
+        self._write(host_slots, flash_slots, keys, [], finished)
+
+    def clear(self) -> None:
+        """Forget every block on the device. What is being written now is forgotten when it is there."""
+        self._device.clear()
+        for _, _, flash_slots, _, _ in self._writing:
+            self._to_invalidate.extend(flash_slots)
+
+    # ------------------------------------------------------------------ progress
+
+    def poll(self) -> None:
+        """Move every transfer on; never waits."""
+        now = time.monotonic()
+        for chunk in [c for c in self._abandoned if all(read.done() for read in c.reads)]:
+            self._abandoned.remove(chunk)
+            self._free_staging.extend(chunk.staging)
+        for chunk in list(self._reading):
+            if all(read.done() for read in chunk.reads):
+                self._reading.remove(chunk)
+                self._chunk_read(chunk)
+            elif now > chunk.load.deadline:
+                self._reading.remove(chunk)
+                self._abandoned.append(chunk)
+                self._give_up(chunk.load, chunk.start)
+        for load in [load for load in self._waiting_loads if now > load.deadline]:
+            self._waiting_loads.remove(load)
+            self._give_up(load, load.position)
+        for item in [item for item in self._writing if all(write.done() for write in item[0])]:
+            self._writing.remove(item)
+            self._written(*item)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting_loads and self._free_staging:
+            load = self._waiting_loads.popleft()
+            start = load.position
+            count = min(len(load.slots) - start, len(self._free_staging))
+            staging = [self._free_staging.pop() for _ in range(count)]
+            load.position += count
+            reads = [
+                self._threads.submit(self._read, load.slots[i:j], load.keys[i:j], staging[i - start : j - start])
+                for i, j in self._shares(start, start + count)
+            ]
+            self._reading.append(_Chunk(load, start, staging, reads))
+
+    def _shares(self, start: int, end: int) -> list[tuple[int, int]]:
+        """`[start, end)` in as many parts as there are threads."""
+        size = -(-(end - start) // self._num_threads)
+        return [(i, min(i + size, end)) for i in range(start, end, size)]
+
+    def _chunk_read(self, chunk: _Chunk) -> None:
+        load = chunk.load
+        hits = [hit for read in chunk.reads for hit in self._result(read, 0)]
+        hits += [False] * (len(chunk.staging) - len(hits))
+        good = [i for i, hit in enumerate(hits) if hit]
+        load.failed.update(chunk.start + i for i, hit in enumerate(hits) if not hit)
+
+        def copied(success: bool) -> None:
+            self._num_copying -= 1
+            if not success:
+                load.failed.update(chunk.start + i for i in good)
+            self._free_staging.extend(chunk.staging)
+            self._chunk_done(load)
+
+        self._num_copying += 1
+        if good:
+            self._copies.load(
+                [chunk.staging[i] for i in good], [load.block_ids[chunk.start + i] for i in good], copied
+            )
+        else:
+            copied(True)
+
+    def _chunk_done(self, load: _Load) -> None:
+        if load.position >= len(load.slots):
+            load.finished(load.failed, False)
+        elif load.failed:
+            # vLLM recomputes everything behind the first block that failed: the rest need not be read.
+            load.finished(load.failed | set(range(load.position, len(load.slots))), False)
+        else:
+            self._waiting_loads.appendleft(load)
+
+    def _give_up(self, load: _Load, start: int) -> None:
+        load.failed.update(range(start, len(load.slots)))
+        load.finished(load.failed, True)
+
+    def _write(
+        self,
+        sources: Sequence[int],
+        flash_slots: Sequence[int],
+        keys: Sequence[bytes],
+        staging: list[int],
+        finished: Finished,
+    ) -> None:
+        shares = self._shares(0, len(sources))
+        writes = [
+            self._threads.submit(self._write_some, sources[i:j], flash_slots[i:j], keys[i:j]) for i, j in shares
+        ]
+        self._writing.append((writes, [j - i for i, j in shares], flash_slots, staging, finished))
+
+    def _written(
+        self,
+        writes: list[Future[list[bool]]],
+        sizes: list[int],
+        flash_slots: Sequence[int],
+        staging: list[int],
+        finished: Finished,
+    ) -> None:
+        done = [ok for write, size in zip(writes, sizes, strict=True) for ok in self._result(write, size)]
+        self._free_staging.extend(staging)
+        if self._to_invalidate:
+            stale = set(flash_slots).intersection(self._to_invalidate)
+            self._device.invalidate(sorted(stale))
+            self._to_invalidate = [slot for slot in self._to_invalidate if slot not in stale]
+        finished({i for i, ok in enumerate(done) if not ok}, False)
+
+    @staticmethod
+    def _result(future: Future[list[bool]], size: int) -> list[bool]:
+        error = future.exception()
+        if error is None:
+            return future.result()
+        logger.error("a flash transfer failed: %r", error)
+        return [False] * size
+
+    # ------------------------------------------------------------------ IO threads
+
+    def _read(self, slots: Sequence[int], keys: Sequence[bytes], staging: Sequence[int]) -> list[bool]:
+        pages = self._copies.host_pages
+        try:
+            return [
+                self._device.read(slot, key, pages(place)).hit
+                for slot, key, place in zip(slots, keys, staging, strict=True)
+            ]
+        except Exception:
+            logger.exception("a flash read failed")
+            return [False] * len(slots)
+
+    def _write_some(self, sources: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+        pages = self._copies.host_pages
+        return [
+            self._device.write(slot, key, pages(source))
+            for source, slot, key in zip(sources, flash_slots, keys, strict=True)
+        ]
+
+    def shutdown(self) -> None:
+        """Let running reads and writes end, start no other, and close the device."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._device.close()

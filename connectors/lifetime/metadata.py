@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two sides of the connector tell each other, once per engine step.
+
+Scheduler side to worker: `LifetimeMetadata`. Worker to scheduler side: `LifetimeWorkerMetadata`. Once, at start: `FlashReport`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+__all__ = [
+    "BYTES_READ",
+    "BYTES_WRITTEN",
+    "Demotion",
+    "FlashReport",
+    "JobResult",
+    "LifetimeMetadata",
+    "LifetimeWorkerMetadata",
+    "Load",
+    "Store",
+]
+
+BYTES_READ = "bytes_read"
+BYTES_WRITTEN = "bytes_written"
+
+
+@dataclass(slots=True)
+class Store:
+    """Copy HBM blocks down, to host slots or, where there is no host tier, to flash slots under `keys`."""
+
+    job_id: int
+    block_ids: list[int]
+    slots: list[int]
+    keys: list[bytes] | None = None
+    """Block hashes, if the slots are in flash."""
+
+
+@dataclass(slots=True)
+class Demotion:
+    """Write host slots to flash slots under `keys`."""
+
+    job_id: int
+    host_slots: list[int]
+    flash_slots: list[int]
+    keys: list[bytes]
+
+
+@dataclass(slots=True)
+class Load:
+    """Bring blocks up for a request that waits for them."""
+
+    job_id: int
+    request_id: str
+    host_slots: list[int]
+    host_block_ids: list[int]
+    flash_slots: list[int]
+    flash_keys: list[bytes]
+    flash_block_ids: list[int]
+    deadline_s: float
+    """Seconds from now after which what has not arrived is given up."""
+
+
+@dataclass
+class LifetimeMetadata(KVConnectorMetadata):
+    """One step's orders. `step` numbers the steps that compute something; 0 for the others."""
+
+    step: int = 0
+    stores: list[Store] = field(default_factory=list)
+    demotions: list[Demotion] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    flush: set[int] = field(default_factory=set)
+    """Stores whose source blocks this step's forward pass overwrites: they must end before it starts."""
+    clear_flash: bool = False
+
+
+@dataclass(slots=True)
+class JobResult:
+    """What became of a job on one worker, or on all of them after aggregation."""
+
+    failed: set[int] = field(default_factory=set)
+    """Positions in the job's slots (loads: host slots, then flash slots) that did not make it."""
+    is_late: bool = False
+    num_reports: int = 1
+
+
+@dataclass
+class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
+    """Finished jobs, and what the flash device counted since the last report."""
+
+    step: int = 0
+    """The step that this report ends, as in `LifetimeMetadata`."""
+    results: dict[int, JobResult] = field(default_factory=dict)
+    flash: Counter[str] = field(default_factory=Counter)
+    """What the flash device counted since the last report: `BYTES_READ`, `BYTES_WRITTEN`, and faults by kind."""
+    oldest_io_s: float = 0.0
+    """Age of the oldest transfer in flight, in seconds."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LifetimeWorkerMetadata":
+        """Merge two workers' reports: a block that failed on one rank has failed (R9)."""
+        if not isinstance(other, LifetimeWorkerMetadata):
+            raise TypeError(f"cannot merge {type(other).__name__} into LifetimeWorkerMetadata")
+        for job_id, result in other.results.items():
+            mine = self.results.get(job_id)
+            if mine is None:
+                self.results[job_id] = result
+            else:
+                mine.failed |= result.failed
+                mine.is_late |= result.is_late
+                mine.num_reports += result.num_reports
+        self.step = max(self.step, other.step)
+        self.flash.update(other.flash)
+        self.oldest_io_s = max(self.oldest_io_s, other.oldest_io_s)
+        return self
+
+
+@dataclass
+class FlashReport(KVConnectorHandshakeMetadata):
+    """A worker's flash device as it was opened."""
+
+    num_slots: int
+    recovered: list[tuple[int, bytes]]
+    """(slot, block hash) of the blocks that survived a restart."""

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of the connector: one model, with units. They go in `kv_connector_extra_config`.
+
+Read in the API server (so that a mistake ends the start with one sentence), in EngineCore and in the workers.
+"""
+
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+__all__ = ["LifetimeOptions", "OptionsError", "parse_options"]
+
+MIB = 1 << 20
+
+Bytes = Annotated[int, Field(strict=True, ge=0)]
+
+
+class OptionsError(ValueError):
+    """An option cannot be used; the text says which, with what value, and what to change."""
+
+
+class LifetimeOptions(BaseModel):
+    """Options of the `lifetime` connector, from `kv_connector_extra_config`.
+
+    All sizes are for one engine (one data-parallel rank), over all its tensor-parallel ranks together.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host_bytes: Bytes = Field(
+        default=0, description="Host memory for KV blocks below HBM, in bytes. 0: no host tier."
+    )
+    flash_path: Path | None = Field(
+        default=None,
+        description="File that emulates High-Bandwidth Flash. Rank and data-parallel index are appended to its name where "
+        "there are several. None: no flash tier.",
+    )
+    flash_bytes: Bytes = Field(default=0, description="Size of the flash file in bytes, reserved at start.")
+    flash_persist: bool = Field(
+        default=False, description="Keep the flash file's blocks across restarts. False: start empty, remove at exit."
+    )
+    flash_staging_bytes: Bytes = Field(
+        default=64 * MIB,
+        description="Host memory through which flash blocks travel, in bytes; used only with a flash tier.",
+    )
+    load_policy: Literal["measured", "always"] = Field(
+        default="measured",
+        description="measured: skip a load that is expected to take longer than recomputing. always: load whatever is found.",
+    )
+    load_deadline_s: Annotated[float, Field(gt=0, le=600)] = Field(
+        default=10.0, description="A load that has not finished after this many seconds is given up and recomputed."
+    )
+    demote_ahead_blocks: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        default=None,
+        description="How many blocks from the next eviction the copying begins. None: two steps' worth of prefill, at most half "
+        "of the pool.",
+    )
+    demote_batch_bytes: Annotated[int, Field(strict=True, gt=0)] = Field(
+        default=64 * MIB, description="Most bytes copied down at a time; loads go first."
+    )
+    io_threads: Annotated[int, Field(strict=True, ge=1, le=256)] = Field(
+        default=4, description="Threads per worker for flash reads and writes."
+    )
+
+    @model_validator(mode="after")
+    def _flash_is_whole(self) -> "LifetimeOptions":
+        if self.flash_bytes and self.flash_path is None:
+            raise ValueError("flash_bytes is set but flash_path is not: name the file, or set flash_bytes to 0")
+        if self.flash_path is not None and not self.flash_bytes:
+            raise ValueError("flash_path is set but flash_bytes is not: say how many bytes the file may take")
+        return self
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether there is anything below HBM."""
+        return self.host_bytes > 0 or self.flash_bytes > 0
+
+
+def parse_options(extra_config: dict[str, Any] | None, *, check_machine: bool) -> LifetimeOptions:
+    """Read the options; with `check_machine`, also see that this machine can provide them.
+
+    Raises:
+        OptionsError: an unknown key, a bad value, more memory than is available, a flash path that cannot be written or has no
+            room. Nothing has been created or changed.
+
+    """
+    try:
+        options = LifetimeOptions.model_validate(extra_config or {})
+    except ValidationError as error:
+        raise OptionsError(_explain(error)) from None
+    if check_machine:
+        _check_memory(options)
+        _check_flash(options)
+    return options
+
+
+def _explain(error: ValidationError) -> str:
+    problems = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = ", ".join(LifetimeOptions.model_fields)
+            problems.append(f"kv_connector_extra_config has the unknown key {key!r}; the lifetime connector knows: {known}")
+        elif key:
+            problems.append(f"kv_connector_extra_config.{key} = {item['input']!r} cannot be used: {item['msg']}")
+        else:
+            problems.append(f"kv_connector_extra_config: {item['msg'].removeprefix('Value error, ')}")
+    return "; ".join(problems)
+
+
+def _check_memory(options: LifetimeOptions) -> None:
+    wanted = options.host_bytes + (options.flash_staging_bytes if options.flash_bytes else 0)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    if wanted > available:
+        raise OptionsError(
+            f"host_bytes = {options.host_bytes} does not fit: {wanted} bytes would be allocated (host tier and flash staging) and "
+            f"{available} are available. Lower host_bytes."
+        )
+
+
+def _check_flash(options: LifetimeOptions) -> None:
+    path = options.flash_path
+    if path is None:
+        return
+    directory = path.absolute().parent
+    if path.is_dir():
+        raise OptionsError(f"flash_path = {str(path)!r} is a directory: name a file in it, e.g. {str(path / 'flash.kv')!r}")
+    if not directory.is_dir():
+        raise OptionsError(f"flash_path = {str(path)!r}: the directory {str(directory)!r} does not exist. Create it first.")
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        status = None
+    except OSError as error:
+        raise OptionsError(f"flash_path = {str(path)!r} cannot be used: {error.strerror}") from None
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise OptionsError(f"flash_path = {str(path)!r} is not a regular file: name a file on a file system of the device")
+    if not os.access(directory if status is None else path, os.W_OK):
+        raise OptionsError(f"flash_path = {str(path)!r} cannot be written by this user. Give write permission or another path.")
+    already = 0 if status is None else status.st_blocks * 512
+    free = shutil.disk_usage(directory).free
+    if options.flash_bytes > free + already:
+        raise OptionsError(
+            f"flash_bytes = {options.flash_bytes} does not fit on the file system of {str(path)!r}: {free + already} bytes are "
+            "available there. Lower flash_bytes or use another device."
+        )

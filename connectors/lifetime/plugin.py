@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of `vllm.general_plugins`: makes vLLM know the connector `lifetime`.
+
+vLLM calls `register()` once in every process: API server, EngineCore and each worker. An engine that
+does not use the connector `lifetime` behaves as if this package were not installed: the connector's
+modules are imported when it is chosen, the block pool's class when its scheduler side is built.
+
+On a vLLM whose seams look different, `register()` logs one warning and `ensure_supported()` raises,
+for those who choose the connector.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from vllm_lifetime.patches import api_routes, engine_core, kv_connector_option
+from vllm_lifetime.patches.versions import UnsupportedVllmError, require
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = ["CONNECTOR", "ensure_supported", "register"]
+
+logger = logging.getLogger("vllm.lifetime")
+
+CONNECTOR = "lifetime"
+"""Name of the connector in `--kv-connector` and `kv_transfer_config`."""
+
+_unsupported: UnsupportedVllmError | None = None
+
+
+def register() -> None:
+    """Register the connector and install the patches that must be there before an engine is.
+
+    Never raises; may be called again.
+    """
+    global _unsupported
+    if _inspects_a_model():
+        return
+    try:
+        _register_connector()
+        kv_connector_option.install(CONNECTOR, ensure_supported)
+        engine_core.install()
+        api_routes.install(CONNECTOR, _mount_control)
+        _unsupported = None
+    except Exception as error:  # whatever an unknown vLLM does to us, it must start
+        if not isinstance(error, UnsupportedVllmError):
+            error = UnsupportedVllmError(f"{type(error).__name__}: {error}")
+        _unsupported = error
+        logger.warning("%s The connector %r cannot be used.", _unsupported, CONNECTOR)
+
+
+def ensure_supported() -> None:
+    """Raise `UnsupportedVllmError` if `register()` found that this vLLM lacks a seam."""
+    if _unsupported is not None:
+        raise _unsupported
+
+
+def _inspects_a_model() -> bool:
+    """Tell whether this is the short-lived process in which vLLM inspects one model class.
+
+    It has no engine, and would import the engine for nothing.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == "vllm.model_executor.models.registry"
+
+
+def _register_connector() -> None:
+    """Make `kv_connector="lifetime"` mean our connector, which is imported when it is first used."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    registry = getattr(KVConnectorFactory, "_registry", None)
+    require(isinstance(registry, dict), "KVConnectorFactory has no registry")
+    assert registry is not None
+    if CONNECTOR not in registry:
+        KVConnectorFactory.register_connector(
+            CONNECTOR, "vllm_lifetime.connectors.lifetime.connector", "LifetimeConnector"
+        )
+
+
+def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
+    """Mount the control API on vLLM's `app`."""
+    from vllm_lifetime.control import ControlService, build_router
+
+    service = ControlService(engines)
+    app.include_router(build_router(lambda: service))

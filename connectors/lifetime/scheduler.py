@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side of the connector: what to load, what to copy down, what to retire.
+
+EngineCore process, scheduler thread. Nothing here does IO or waits; bytes move in the workers (`worker.py`), and what became of
+them comes back in `update_connector_output`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+
+from vllm_lifetime.boundaries import Boundary, parse_request_metadata
+from vllm_lifetime.connectors.lifetime import stats
+from vllm_lifetime.connectors.lifetime.block_pool import HBM, LifetimeBlockPool
+from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
+from vllm_lifetime.connectors.lifetime.layout import KVLayout
+from vllm_lifetime.connectors.lifetime.metadata import (
+    BYTES_READ,
+    BYTES_WRITTEN,
+    FlashReport,
+    LifetimeMetadata,
+    LifetimeWorkerMetadata,
+)
+from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
+from vllm_lifetime.lifecycle import Lease, Lifecycle
+from vllm_lifetime.policy.cost import LoadPolicy
+from vllm_lifetime.policy.demotion import next_to_demote
+from vllm_lifetime.pool.access import AccessTable, Path
+from vllm_lifetime.pool.free_list import TierFreeList
+from vllm_lifetime.pool.tiers import Slot, SlotTier, TierUsage
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["LifetimeScheduler"]
+
+logger = init_logger(__name__)
+
+TIER_NAMES = ("hbm", "host", "flash")
+
+MAX_EVICTED_REMEMBERED = 1 << 16
+"""Evicted hashes whose time of eviction is kept, to measure how soon they are wanted again."""
+
+HOST_RESERVE = 8
+"""One slot in so many of the host tier is kept reclaimable by moving the coldest blocks to flash."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the scheduler side knows of a request, from its arrival to its end."""
+
+    lease: Lease | None
+    paths: dict[int, Path] = field(default_factory=dict)
+    """By KV cache group."""
+    num_local_blocks: int | None = None
+    """vLLM's own prefix hit at the present admission, until it has been counted."""
+    plan: list[Slot] = field(default_factory=list)
+    """Slots that hold the blocks after the local hit, from the lookup to the allocation, in the same scheduler step."""
+    loaded_end: int = 0
+    """Blocks before this index were loaded, not computed."""
+
+    def path(self, group_id: int) -> Path:
+        """The request's path in a KV cache group."""
+        path = self.paths.get(group_id)
+        if path is None:
+            path = self.paths[group_id] = Path(self.lease)
+        return path
+
+
+class LifetimeScheduler:
+    """See the module. One per engine.
+
+    Args:
+        layout: what one block is, and whether blocks can be kept below HBM at all.
+
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", layout: KVLayout, options: LifetimeOptions) -> None:
+        self._options = options
+        self._layout = layout
+        self._block_size = layout.block_size_tokens
+        self._world_size: int = vllm_config.parallel_config.world_size
+        self._pool: LifetimeBlockPool | None = None
+        self._requests: dict[str, RequestState] = {}
+        self.recorder = stats.Recorder()
+        self._load_policy = LoadPolicy(always=options.load_policy == "always")
+        num_host_slots = options.host_bytes // layout.block_bytes if layout.can_offload else 0
+        self.host = SlotTier("host", HOST, num_host_slots, self._on_slot_evicted)
+        self.flash = SlotTier("flash", FLASH, 0, self._on_slot_evicted)
+        self.jobs = TransferJobs(self.host, self.flash, self._run_of_block, self._world_size)
+        self._lifecycle = Lifecycle(self._end_lease, layout.block_bytes)
+        self._access: AccessTable | None = None
+        # Next step's orders.
+        self._loads: list[LoadJob] = []
+        self._flush: set[int] = set()
+        self._clear_flash = False
+        # Demotion: how far ahead of eviction, and whether anything has moved since the last look.
+        budget_blocks = 2 * vllm_config.scheduler_config.max_num_batched_tokens // self._block_size
+        self._ahead = options.demote_ahead_blocks if options.demote_ahead_blocks is not None else max(16, budget_blocks)
+        self._demote_limit = max(1, options.demote_batch_bytes // layout.block_bytes)
+        self._num_allocated = self._ahead
+        self._evicted_at: dict[bytes, float] = {}
+        # Step timing: step number -> (start, tokens); the worker echoes the number.
+        self._step = 0
+        self._steps: dict[int, tuple[float, int]] = {}
+        self._last_step_end = 0.0
+        self._wants_step = False
+        self._usage_shown: dict[tuple[str, str], int] = {}
+        self._oldest_io_s = 0.0
+
+    # ------------------------------------------------------------------ binding
+
+    def bind_pool(self, pool: LifetimeBlockPool) -> None:
+        """The engine's block pool has been built."""
+        self._pool = pool
+        pool.listener = self
+        if self._options.demote_ahead_blocks is None:
+            self._ahead = min(self._ahead, pool.num_gpu_blocks // 2)
+        self._num_allocated = self._ahead
+        self._bind_access()
+
+    def bind_flash(self, reports: Sequence[FlashReport]) -> None:
+        """The workers' flash devices are open: as many slots as all of them have, holding what survived on all of them (R9)."""
+        num_slots = min(report.num_slots for report in reports)
+        self.flash = SlotTier("flash", FLASH, num_slots, self._on_slot_evicted)
+        self.jobs = TransferJobs(self.host, self.flash, self._run_of_block, self._world_size)
+        survived = set(reports[0].recovered).intersection(*(report.recovered for report in reports[1:]))
+        for index, key in sorted(survived):
+            if index < num_slots and key not in self.flash:
+                self.flash.adopt(index, key)
+        if survived:
+            logger.info("flash: %d of %d slots hold blocks from before the restart", len(self.flash), num_slots)
+        self._bind_access()
+
+    def _bind_access(self) -> None:
+        if self._pool is None:
+            return
+        free_lists: list[TierFreeList[Any]] = [self._pool.free_list, self.host.free_list, self.flash.free_list]
+        self._access = AccessTable(free_lists, self._copies_of, self._pool.twin_of)
+
+    def _copies_of(self, key: bytes) -> list[tuple[int, Slot]]:
+        copies = []
+        slot = self.host.get(key)
+        if slot is not None:
+            copies.append((HOST, slot))
+        slot = self.flash.get(key)
+        if slot is not None:
+            copies.append((FLASH, slot))
+        return copies
+
+    def _run_of_block(self, block_id: int, key: bytes) -> Any:
+        """The run of an HBM block if it still holds `key`."""
+        if self._pool is None or self._pool.blocks[block_id].block_hash != key:
+            return None
+        return self._pool.free_list.run_of[block_id]
+
+    # ------------------------------------------------------------------ requests
+
+    def on_new_request(self, request: "Request") -> None:
+        """Resolve who the request is. Bad metadata costs the hint, never the request."""
+        metadata, problem = parse_request_metadata(request.kv_transfer_params)
+        if problem is not None:
+            self.recorder.count(stats.BAD_METADATA)
+            logger.warning_once("request %s: %s", request.request_id, problem)
+        old = self._requests.get(request.request_id)
+        if old is not None and old.lease is not None:
+            self._lifecycle.finish_request(old.lease)
+        lease = self._lifecycle.start_request(request.session_id, metadata)
+        self._requests[request.request_id] = RequestState(lease)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after vLLM's own hit to load from below. Called at every attempt to admit the request."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return 0, False
+        # The request starts over: after a preemption or a failed load its blocks may be others.
+        state.paths.clear()
+        state.plan = []
+        start = num_computed_tokens // self._block_size
+        state.num_local_blocks = start
+        state.loaded_end = start
+        if not len(self.host) and not len(self.flash):
+            return 0, False
+        plan = self._look_up(request, start)
+        if not plan or not self._admit(request, start, plan):
+            return 0, False
+        state.plan = plan
+        return len(plan) * self._block_size, True
+
+    def _look_up(self, request: "Request", start: int) -> list[Slot]:
+        """Slots of the blocks that follow block `start`, up to the first that is nowhere. The last token is always computed."""
+        plan: list[Slot] = []
+        hashes = request.block_hashes
+        for index in range(start, min((request.num_tokens - 1) // self._block_size, len(hashes))):
+            key = make_block_hash_with_group_id(hashes[index], 0)
+            slot = self.host.get(key) or self.flash.get(key)
+            if slot is None:
+                break
+            plan.append(slot)
+        return plan
+
+    def _admit(self, request: "Request", start: int, plan: list[Slot]) -> bool:
+        """Whether the load pays and the whole request fits (R1): a load holds its blocks and cannot be preempted."""
+        pool = self._pool
+        if pool is None:
+            return False
+        wanted = -(-request.num_tokens // self._block_size) - start
+        spare = pool.get_num_free_blocks() - self.jobs.num_blocks_reserved
+        # Of the local hit, what nobody else references is still counted as free.
+        if wanted > spare - start:
+            hashes = request.block_hashes
+            for index in range(start):
+                block = pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(hashes[index], 0))
+                if block is not None and block.ref_cnt == 0:
+                    spare -= 1
+            if wanted > spare:
+                self.recorder.count(stats.LOADS, "skipped_no_room")
+                return False
+        num_bytes = self._bytes_by_tier(plan)
+        if not self._load_policy.should_load(len(plan) * self._block_size, num_bytes, self.jobs.loading_bytes):
+            self.recorder.count(stats.LOADS, "skipped_slower")
+            return False
+        return True
+
+    def _is_host(self, slot: Slot) -> bool:
+        return slot.block_id < len(self.host.slots) and self.host.slots[slot.block_id] is slot
+
+    def _bytes_by_tier(self, plan: Sequence[Slot]) -> dict[str, int]:
+        num_host = sum(1 for slot in plan if self._is_host(slot))
+        block_bytes = self._layout.block_bytes
+        return {"host": num_host * block_bytes, "flash": (len(plan) - num_host) * block_bytes}
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """The request has its blocks: note what it reads, and queue the load it was promised."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        plan, state.plan = state.plan, []
+        if state.num_local_blocks is not None:
+            start, state.num_local_blocks = state.num_local_blocks, None
+            self._note_hits("hbm", start)
+            if self._access is not None and (state.lease is not None or self._access.has_runs):
+                for group_id, group in enumerate(blocks.blocks):
+                    hit = start if len(blocks.blocks) == 1 else 0
+                    self._access.read(state.path(group_id), group, hit)
+            if num_external_tokens > 0:
+                self._queue_load(request, state, blocks.blocks[0], start, plan[: num_external_tokens // self._block_size])
+
+    def _queue_load(
+        self, request: "Request", state: RequestState, blocks: Sequence[KVCacheBlock], start: int, plan: list[Slot]
+    ) -> None:
+        block_ids = [block.block_id for block in blocks[start : start + len(plan)]]
+        host = [(slot, block_id) for slot, block_id in zip(plan, block_ids, strict=True) if self._is_host(slot)]
+        flash = [(slot, block_id) for slot, block_id in zip(plan, block_ids, strict=True) if not self._is_host(slot)]
+        self._note_hits("host", len(host))
+        self._note_hits("flash", len(flash))
+        num_blocks_left = -(-request.num_tokens // self._block_size) - start - len(plan)
+        job = self.jobs.start_load(request.request_id, host, flash, max(0, num_blocks_left), self._layout.block_bytes)
+        self._loads.append(job)
+        state.loaded_end = start + len(plan)
+
+    def _note_hits(self, tier: str, num_blocks: int) -> None:
+        self.recorder.count(stats.HIT_BLOCKS, tier, by=num_blocks)
+        self.recorder.count(stats.HIT_TOKENS, tier, by=num_blocks * self._block_size)
+
+    def request_finished(self, request: "Request") -> None:
+        """The request is over, however it ended; vLLM frees its blocks next. A load in flight goes on and reports itself."""
+        state = self._requests.pop(request.request_id, None)
+        if state is not None and state.lease is not None:
+            self._lifecycle.finish_request(state.lease)
+
+    # ------------------------------------------------------------------ the pool's calls (hot path)
+
+    def on_blocks_cached(
+        self, request: "Request", group_id: int, blocks: Sequence[KVCacheBlock], num_cached: int, num_full: int
+    ) -> None:
+        """New blocks have hashes: put them into runs, and measure regret for those that were evicted before."""
+        state = self._requests.get(request.request_id)
+        if self._evicted_at:
+            loaded_end = state.loaded_end if state is not None else 0
+            for index in range(num_cached, num_full):
+                key = blocks[index].block_hash
+                evicted_at = None if key is None else self._evicted_at.pop(key, None)
+                if evicted_at is not None:
+                    outcome = "reloaded" if index < loaded_end else "recomputed"
+                    self.recorder.observe(stats.REUSE_GAP, outcome, value=time.monotonic() - evicted_at)
+        access = self._access
+        if access is None or state is None or (state.lease is None and not access.has_runs):
+            return
+        path = state.path(group_id)
+        access.read(path, blocks, num_cached)
+        access.write(path, blocks, num_full)
+
+    def on_blocks_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks are handed out: those being copied down must be copied before they are overwritten; evictions are noted."""
+        self._num_allocated += len(blocks)
+        storing = self.jobs.storing_blocks
+        if storing:
+            self._flush.update(storing[block.block_id] for block in blocks if block.block_id in storing)
+        now = 0.0
+        retired = demoted = lost = 0
+        run_of = self._pool.free_list.run_of if self._pool is not None else ()
+        evicted_at = self._evicted_at
+        for block in blocks:
+            key = block.block_hash
+            if key is None:
+                continue
+            now = now or time.monotonic()
+            evicted_at[key] = now
+            run = run_of[block.block_id]
+            if run is not None and run.is_retired:
+                retired += 1
+            elif key in self.host or key in self.flash:
+                demoted += 1
+            else:
+                lost += 1
+        if now:
+            while len(evicted_at) > MAX_EVICTED_REMEMBERED:
+                del evicted_at[next(iter(evicted_at))]
+            self.recorder.count(stats.EVICTIONS, "hbm", "retired", by=retired)
+            self.recorder.count(stats.EVICTIONS, "hbm", "demoted", by=demoted)
+            self.recorder.count(stats.EVICTIONS, "hbm", "lost", by=lost)
+
+    def on_prefix_cache_reset(self) -> None:
+        """vLLM dropped its prefix cache: so do the tiers below, in memory and on the device (R25)."""
+        self.host.clear()
+        self.flash.clear()
+        self.jobs.cancel_stores()
+        self._evicted_at.clear()
+        self._clear_flash = True
+        self._wants_step = True
+
+    def _on_slot_evicted(self, slot: Slot) -> None:
+        tier = self.host if self._is_host(slot) else self.flash
+        run = tier.run_of(slot)
+        if run is not None and run.is_retired:
+            reason = "retired"
+        elif tier is self.host and slot.block_hash in self.flash:
+            reason = "demoted"
+        else:
+            reason = "lost"
+        self.recorder.count(stats.EVICTIONS, tier.name, reason)
+
+    # ------------------------------------------------------------------ steps
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> LifetimeMetadata:
+        """This step's orders for the workers."""
+        self._wants_step = False
+        now = time.monotonic()
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self._step += 1
+        if num_tokens:
+            self._steps[self._step] = (now, num_tokens)
+        meta = LifetimeMetadata(step=self._step if num_tokens else 0)
+        loads, self._loads = self._loads, []
+        for job in loads:
+            job.started_at = now
+            meta.loads.append(job.order(self._options.load_deadline_s))
+        if self._clear_flash:
+            meta.clear_flash, self._clear_flash = True, False
+        elif not self.jobs.num_loads:
+            # Loads go first: somebody waits for them.
+            self._demote_hbm(meta, now)
+            self._demote_host(meta, now)
+        meta.flush, self._flush = self._flush, set()
+        return meta
+
+    def _demote_hbm(self, meta: LifetimeMetadata, now: float) -> None:
+        """Start the next copy down, if any block is near enough to its eviction."""
+        pool = self._pool
+        target = self.host if self.host.slots else self.flash
+        if pool is None or not target.slots or self.jobs.num_stores or self._num_allocated < max(1, self._ahead // 8):
+            return
+        limit = self._demote_limit
+        if target is self.host and self.flash.slots:
+            # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
+            limit = min(limit, self.host.num_reclaimable)
+        blocks = next_to_demote(pool.free_list, self._ahead, limit, self._needs_copy)
+        # If all that was near is under way, look again when more has been allocated.
+        if len(blocks) < limit:
+            self._num_allocated = 0
+        job = self.jobs.start_store(target, blocks, pool.free_list, now)
+        if job is not None:
+            meta.stores.append(job.store_order())
+
+    def _needs_copy(self, block: KVCacheBlock) -> bool:
+        key = block.block_hash
+        return key is not None and key not in self.host and key not in self.flash and key not in self.jobs.storing_keys
+
+    def _demote_host(self, meta: LifetimeMetadata, now: float) -> None:
+        """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
+        if not self.host.slots or not self.flash.slots or self.jobs.num_demotions:
+            return
+        reserve = max(1, len(self.host.slots) // HOST_RESERVE)
+        wanted = min(reserve - self.host.num_reclaimable, self._demote_limit)
+        if wanted <= 0:
+            return
+        slots = next_to_demote(self.host.free_list, len(self.host.slots), wanted, self._needs_flash_copy)
+        job = self.jobs.start_demotion(slots, now)
+        if job is not None:
+            meta.demotions.append(job.demotion_order())
+
+    def _needs_flash_copy(self, slot: Slot) -> bool:
+        return slot.block_hash is not None and slot.block_hash not in self.flash
+
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        """What became of the workers' jobs."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, LifetimeWorkerMetadata):
+            return
+        now = time.monotonic()
+        self._time_step(report.step, now)
+        self._oldest_io_s = report.oldest_io_s
+        for kind, count in report.flash.items():
+            if kind == BYTES_READ:
+                self.recorder.count(stats.BYTES_READ, "flash", by=count)
+            elif kind == BYTES_WRITTEN:
+                self.recorder.count(stats.BYTES_WRITTEN, "flash", by=count)
+            else:
+                self.recorder.count(stats.FLASH_FAULTS, kind, by=count)
+        for job_id, result in report.results.items():
+            job = self.jobs.report(job_id, result)
+            if isinstance(job, LoadJob):
+                self._load_done(job, now)
+            elif isinstance(job, StoreJob):
+                num_stored = self.jobs.finish_store(job)
+                if job.target is self.host:
+                    self.recorder.count(stats.BYTES_WRITTEN, "host", by=num_stored * self._layout.block_bytes)
+
+    def _time_step(self, step: int, now: float) -> None:
+        started = self._steps.pop(step, None)
+        if started is None:
+            return
+        for old in [number for number in self._steps if number < step]:
+            del self._steps[old]
+        start, num_tokens = started
+        # With several steps in flight a step begins, for the device, when the one before it ended.
+        seconds = now - max(start, self._last_step_end)
+        self._last_step_end = now
+        if num_tokens >= 2 * self._block_size:
+            self._load_policy.observe_prefill(num_tokens, seconds)
+
+    def _load_done(self, job: LoadJob, now: float) -> None:
+        num_failed = self.jobs.finish_load(job)
+        outcome = "late" if job.result.is_late else "failed" if num_failed else "done"
+        self.recorder.count(stats.LOADS, outcome)
+        self.recorder.count(stats.RECOMPUTED_BLOCKS, by=num_failed)
+        block_bytes = self._layout.block_bytes
+        self.recorder.count(stats.BYTES_READ, "host", by=len(job.host) * block_bytes)
+        tier = "flash" if job.flash else "host"
+        self._load_policy.observe_load(tier, (len(job.host) + len(job.flash)) * block_bytes, now - job.started_at)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine should step although no request wants it: a fresh transfer or news for the metrics is pending.
+
+        A transfer that hangs does not keep an idle engine spinning: it is picked up by the next request's step.
+        """
+        return self._wants_step or self.jobs.has_fresh_work(time.monotonic())
+
+    # ------------------------------------------------------------------ boundaries and views
+
+    def lifetime_call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """The control API's way in; see `control/service.py`. Runs between two steps.
+
+        Raises:
+            ValueError: `method` is not one of ours.
+
+        """
+        if method == "boundaries":
+            outcomes = []
+            for item in payload["events"]:
+                event = Boundary.model_validate(item)
+                outcome = self._lifecycle.apply(event)
+                self.recorder.count(stats.BOUNDARIES, event.kind.value, outcome.status.value)
+                self.recorder.count(stats.RETIRED_BLOCKS, by=outcome.blocks)
+                outcomes.append(outcome.model_dump(mode="json"))
+            self._wants_step = True
+            return {"outcomes": outcomes}
+        if method == "tiers":
+            return {"tiers": self.describe_tiers()}
+        raise ValueError(f"the lifetime connector has no call {method!r}")
+
+    def _end_lease(self, lease: Lease) -> int:
+        return sum(self._access.end(lease)) if self._access is not None else 0
+
+    def usage(self) -> dict[str, TierUsage]:
+        """Blocks of each tier by state. O(1)."""
+        by_tier = {"host": self.host.usage(), "flash": self.flash.usage()}
+        if self._pool is not None:
+            free_list = self._pool.free_list
+            free = free_list.num_empty_blocks + free_list.num_retired_blocks
+            # The null block is never anybody's.
+            by_tier["hbm"] = TierUsage(self._pool.num_gpu_blocks - 1, free, free_list.num_retired_blocks)
+        return by_tier
+
+    def describe_tiers(self) -> dict[str, dict[str, Any]]:
+        """For `GET /lifetime/v1/tiers`: counts in blocks and bytes, and how old the oldest transfer is."""
+        block_bytes = self._layout.block_bytes
+        answer: dict[str, dict[str, Any]] = {}
+        for name, usage in sorted(self.usage().items(), key=lambda item: TIER_NAMES.index(item[0])):
+            answer[name] = {
+                "capacity_blocks": usage.capacity,
+                "used_blocks": usage.used,
+                "free_blocks": usage.free,
+                "retired_blocks": usage.retired,
+                "capacity_bytes": usage.capacity * block_bytes,
+                "used_bytes": usage.used * block_bytes,
+            }
+        if self._pool is not None:
+            # Of the used blocks, those that a running request references.
+            answer["hbm"]["held_blocks"] = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
+        for tier in (self.host, self.flash):
+            answer[tier.name]["held_blocks"] = len(tier.slots) - tier.free_list.num_free_blocks
+            answer[tier.name]["readable_blocks"] = len(tier)
+        answer["flash"]["oldest_io_s"] = round(self._oldest_io_s, 3)
+        return answer
+
+    def take_stats(self) -> stats.LifetimeStats | None:
+        """What the metrics have to know since the last call; None if nothing has changed."""
+        for name, usage in self.usage().items():
+            for state in ("capacity", "used", "free", "retired"):
+                value = getattr(usage, state)
+                if self._usage_shown.get((name, state)) != value:
+                    self._usage_shown[name, state] = value
+                    self.recorder.set(stats.TIER_BLOCKS, name, state, to=value)
+        if self._usage_shown.get(("leases", "")) != len(self._lifecycle):
+            self._usage_shown["leases", ""] = len(self._lifecycle)
+            self.recorder.set(stats.LEASES, to=len(self._lifecycle))
+        taken = self.recorder.take()
+        return None if taken.is_empty() else taken
+
+
+assert HBM == 0 and (HOST, FLASH) == (1, 2)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics on vLLM's `/metrics`: their names, what the scheduler side collects, and how it reaches Prometheus.
+
+`LifetimeStats` is filled in EngineCore and shipped, as plain data, to the API server, where `LifetimePromMetrics` applies it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter as PromCounter
+from prometheus_client import Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+__all__ = ["METRICS", "LifetimePromMetrics", "LifetimeStats", "Metric", "Recorder"]
+
+REUSE_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: its name without the `vllm:lifetime_` prefix, kind, labels and help text."""
+
+    name: str
+    kind: type[PromMetric]
+    labels: tuple[str, ...]
+    help: str
+
+
+TIER_BLOCKS = Metric(
+    "tier_blocks",
+    Gauge,
+    ("tier", "state"),
+    "Blocks of a tier by state. used: referenced, or readable and live. free: empty or retired. retired: the part of free that is "
+    "still readable. capacity = used + free.",
+)
+BYTES_READ = Metric("bytes_read", PromCounter, ("tier",), "KV bytes read from a tier below HBM.")
+BYTES_WRITTEN = Metric("bytes_written", PromCounter, ("tier",), "KV bytes written to a tier below HBM.")
+HIT_BLOCKS = Metric("hit_blocks", PromCounter, ("tier",), "Prompt blocks found in a tier when a request was admitted.")
+HIT_TOKENS = Metric("hit_tokens", PromCounter, ("tier",), "Prompt tokens found in a tier when a request was admitted.")
+EVICTIONS = Metric(
+    "evictions",
+    PromCounter,
+    ("tier", "reason"),
+    "Blocks given up for space. retired: no active workflow read it. demoted: a copy lies below. lost: live, with no other copy.",
+)
+LOADS = Metric(
+    "loads",
+    PromCounter,
+    ("outcome",),
+    "Loads by outcome. done, failed (some block did not verify or could not be read), late (missed its deadline), skipped_slower "
+    "(recomputing was expected to be faster), skipped_no_room (the whole request did not fit).",
+)
+RECOMPUTED_BLOCKS = Metric(
+    "recomputed_blocks", PromCounter, (), "Blocks that a failed or late load left to be recomputed."
+)
+REUSE_GAP = Metric(
+    "eviction_to_reuse_seconds",
+    Histogram,
+    ("outcome",),
+    "Time from a block's eviction from HBM to the next request for it (regret). recomputed: it was computed again. reloaded: it "
+    "came back from below.",
+)
+BOUNDARIES = Metric("boundaries", PromCounter, ("kind", "status"), "Boundary events by kind and outcome.")
+RETIRED_BLOCKS = Metric("retired_blocks", PromCounter, (), "Blocks retired by a boundary, over all tiers.")
+FLASH_FAULTS = Metric(
+    "flash_faults",
+    PromCounter,
+    ("kind",),
+    "Flash reads and writes that failed, by kind; each was served by recomputing or by not keeping the block.",
+)
+LEASES = Metric("leases", Gauge, (), "Live leases: workflows within sessions that may still read something.")
+BAD_METADATA = Metric("bad_metadata", PromCounter, (), "Requests whose lifetime metadata could not be used in full.")
+
+METRICS = (
+    TIER_BLOCKS,
+    BYTES_READ,
+    BYTES_WRITTEN,
+    HIT_BLOCKS,
+    HIT_TOKENS,
+    EVICTIONS,
+    LOADS,
+    RECOMPUTED_BLOCKS,
+    REUSE_GAP,
+    BOUNDARIES,
+    RETIRED_BLOCKS,
+    FLASH_FAULTS,
+    LEASES,
+    BAD_METADATA,
+)
+
+Key = tuple[str, tuple[str, ...]]
+
+
+class Recorder:
+    """Collects on the scheduler thread; `take` hands over what has come since the last call. No locks, no IO."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[Key] = Counter()
+        self.gauges: dict[Key, float] = {}
+        self.observations: dict[Key, list[float]] = {}
+
+    def count(self, metric: Metric, *labels: str, by: int = 1) -> None:
+        """Add to a counter."""
+        if by:
+            self.counters[metric.name, labels] += by
+
+    def set(self, metric: Metric, *labels: str, to: float) -> None:
+        """Set a gauge."""
+        self.gauges[metric.name, labels] = to
+
+    def observe(self, metric: Metric, *labels: str, value: float) -> None:
+        """Add to a histogram."""
+        self.observations.setdefault((metric.name, labels), []).append(value)
+
+    def take(self) -> "LifetimeStats":
+        """What was recorded, as plain data; the recorder starts afresh."""
+        data: dict[str, Any] = {
+            "counters": [[name, list(labels), value] for (name, labels), value in self.counters.items()],
+            "gauges": [[name, list(labels), value] for (name, labels), value in self.gauges.items()],
+            "observations": [[name, list(labels), values] for (name, labels), values in self.observations.items()],
+        }
+        self.counters = Counter()
+        self.gauges = {}
+        self.observations = {}
+        return LifetimeStats(data=data)
+
+
+@dataclass
+class LifetimeStats(KVConnectorStats):
+    """`data` holds `counters`, `gauges` and `observations`: lists of [metric name, label values, value or values]."""
+
+    def reset(self) -> None:
+        self.data = {"counters": [], "gauges": [], "observations": []}
+
+    def aggregate(self, other: KVConnectorStats) -> "LifetimeStats":
+        for part in ("counters", "gauges", "observations"):
+            self.data.setdefault(part, []).extend(other.data.get(part, ()))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The counters of the interval, for vLLM's log line."""
+        totals: Counter[str] = Counter()
+        for name, labels, value in self.data.get("counters", ()):
+            totals[".".join([name, *labels])] += value
+        return dict(totals)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class LifetimePromMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics of the connector, in the API server."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        for metric in METRICS:
+            options: dict[str, Any] = {"buckets": REUSE_BUCKETS_S} if metric.kind is Histogram else {}
+            # Gauges of several API servers are the same engine's: the latest one counts.
+            if metric.kind is Gauge:
+                options["multiprocess_mode"] = "mostrecent"
+            self._metrics[metric.name] = metric_types[metric.kind](
+                name=f"vllm:lifetime_{metric.name}",
+                documentation=metric.help,
+                labelnames=[*labelnames, *metric.labels],
+                **options,
+            )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Apply one interval's statistics of engine `engine_idx`."""
+        engine_labels = self.per_engine_labelvalues[engine_idx]
+        for name, labels, value in transfer_stats_data.get("counters", ()):
+            self._metrics[name].labels(*engine_labels, *labels).inc(value)
+        for name, labels, value in transfer_stats_data.get("gauges", ()):
+            self._metrics[name].labels(*engine_labels, *labels).set(value)
+        for name, labels, values in transfer_stats_data.get("observations", ()):
+            histogram = self._metrics[name].labels(*engine_labels, *labels)
+            for value in values:
+                histogram.observe(value)

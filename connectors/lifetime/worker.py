@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker side of the connector: carries out the scheduler side's orders.
+
+One per rank, in the worker process. Called on its main thread, around the forward pass; bytes move on other threads.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_lifetime.connectors.lifetime.copy_engine import CopyQueue, canonical_kv_caches, make_copy_queue
+from vllm_lifetime.connectors.lifetime.flash_file import open_flash
+from vllm_lifetime.connectors.lifetime.flash_transfers import FlashTransfers
+from vllm_lifetime.connectors.lifetime.layout import KVLayout
+from vllm_lifetime.connectors.lifetime.metadata import (
+    BYTES_READ,
+    BYTES_WRITTEN,
+    FlashReport,
+    JobResult,
+    LifetimeMetadata,
+    LifetimeWorkerMetadata,
+    Load,
+    Store,
+)
+from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
+from vllm_lifetime.flash import FlashDevice
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["LifetimeWorker"]
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class _RunningLoad:
+    """A load of which a part is still on its way."""
+
+    order: Load
+    parts_left: int
+    failed: set[int]
+    is_late: bool = False
+
+
+class LifetimeWorker:
+    """See the module."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        layout: KVLayout,
+        options: LifetimeOptions,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._layout = layout
+        self._options = options
+        self._copies: CopyQueue | None = None
+        self._device: FlashDevice | None = None
+        self._flash: FlashTransfers | None = None
+        self._started_at: dict[int, float] = {}
+        self._results: dict[int, JobResult] = {}
+        self._store_copies: dict[int, int] = {}
+        """Job -> the copy that reads its HBM blocks."""
+        self._finished_loads: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._flash_seen: Counter[str] = Counter()
+        self._step = 0
+
+    # ------------------------------------------------------------------ start
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV tensor exists: allocate the host tier and open the flash device.
+
+        Raises:
+            FlashError: the flash file cannot be used; the text says what to change.
+
+        """
+        if not self._layout.can_offload or not self._options.has_lower_tiers:
+            return
+        world_size = self._vllm_config.parallel_config.world_size
+        num_host = self._options.host_bytes // self._layout.block_bytes
+        num_staging = 0
+        if self._options.flash_bytes:
+            num_staging = max(1, self._options.flash_staging_bytes // world_size // self._layout.worker_block_bytes)
+            # First: a file that cannot be used ends the start before memory is taken.
+            self._device = open_flash(self._vllm_config, kv_caches, self._layout, self._options)
+        canonical = canonical_kv_caches(self._vllm_config, self._kv_cache_config, kv_caches)
+        self._copies = make_copy_queue(canonical, num_host + num_staging)
+        if self._device is not None:
+            staging = range(num_host, num_host + num_staging)
+            self._flash = FlashTransfers(self._device, self._copies, staging, self._options.io_threads)
+        logger.info(
+            "lifetime: %d host slots, %d flash slots, %d staging slots of %d bytes on this rank",
+            num_host,
+            self._device.num_slots if self._device is not None else 0,
+            num_staging,
+            self._layout.worker_block_bytes,
+        )
+
+    def flash_report(self) -> FlashReport | None:
+        """The flash device for the scheduler side; None without one."""
+        if self._device is None:
+            return None
+        return FlashReport(self._device.num_slots, self._device.recovered())
+
+    # ------------------------------------------------------------------ each step
+
+    def before_forward(self, orders: LifetimeMetadata) -> None:
+        """Start copies down, and end those whose source blocks the forward pass is about to overwrite."""
+        self._step = orders.step
+        if self._copies is None:
+            return
+        if orders.clear_flash and self._flash is not None:
+            self._flash.clear()
+        if orders.flush:
+            self._copies.wait({copy for job, copy in self._store_copies.items() if job in orders.flush})
+        for store in orders.stores:
+            self._start_store(store)
+        for demotion in orders.demotions:
+            job_id = demotion.job_id
+            self._started_at[job_id] = time.monotonic()
+            if self._flash is None:
+                self._job_done(job_id, set(range(len(demotion.keys))), False)
+                continue
+            self._flash.demote(
+                demotion.host_slots,
+                demotion.flash_slots,
+                demotion.keys,
+                lambda failed, late, job_id=job_id: self._job_done(job_id, failed, late),
+            )
+
+    def _start_store(self, store: Store) -> None:
+        assert self._copies is not None
+        job_id = store.job_id
+        self._started_at[job_id] = time.monotonic()
+        everything = set(range(len(store.slots)))
+        if store.keys is None:
+            self._store_copies[job_id] = self._copies.store(
+                store.block_ids, store.slots, lambda ok: self._job_done(job_id, set() if ok else everything, False)
+            )
+        elif self._flash is None:
+            self._job_done(job_id, everything, False)
+        else:
+            copy = self._flash.store(
+                store.block_ids, store.slots, store.keys, lambda failed, late: self._job_done(job_id, failed, late)
+            )
+            if copy is not None:
+                self._store_copies[job_id] = copy
+
+    def start_loads(self, orders: LifetimeMetadata) -> None:
+        """Start bringing blocks up; their requests wait."""
+        for order in orders.loads:
+            self._start_load(order)
+
+    def _start_load(self, order: Load) -> None:
+        now = time.monotonic()
+        self._started_at[order.job_id] = now
+        num_host = len(order.host_slots)
+        running = _RunningLoad(order, parts_left=0, failed=set())
+        parts = (num_host > 0) + (len(order.flash_slots) > 0)
+        running.parts_left = parts
+        if self._copies is None or parts == 0:
+            running.parts_left = 1
+            self._load_part_done(running, set(range(num_host + len(order.flash_slots))), False)
+            return
+        if num_host:
+            everything = set(range(num_host))
+            self._copies.load(
+                order.host_slots,
+                order.host_block_ids,
+                lambda ok: self._load_part_done(running, set() if ok else everything, False),
+            )
+        if order.flash_slots:
+            shift = num_host
+            if self._flash is None:
+                self._load_part_done(running, set(range(shift, shift + len(order.flash_slots))), False)
+                return
+            self._flash.load(
+                order.flash_slots,
+                order.flash_keys,
+                order.flash_block_ids,
+                now + order.deadline_s,
+                lambda failed, late: self._load_part_done(running, {shift + i for i in failed}, late),
+            )
+
+    def _load_part_done(self, running: _RunningLoad, failed: set[int], is_late: bool) -> None:
+        running.failed |= failed
+        running.is_late |= is_late
+        running.parts_left -= 1
+        if running.parts_left:
+            return
+        order = running.order
+        block_ids = [*order.host_block_ids, *order.flash_block_ids]
+        self._failed_blocks.update(block_ids[i] for i in running.failed)
+        self._finished_loads.add(order.request_id)
+        self._job_done(order.job_id, running.failed, running.is_late)
+
+    def _job_done(self, job_id: int, failed: set[int], is_late: bool) -> None:
+        self._started_at.pop(job_id, None)
+        self._store_copies.pop(job_id, None)
+        self._results[job_id] = JobResult(failed, is_late)
+
+    def poll(self) -> None:
+        """Notice what has ended."""
+        if self._copies is not None:
+            self._copies.poll()
+        if self._flash is not None:
+            self._flash.poll()
+
+    def take_finished_loads(self) -> set[str]:
+        """Requests whose load has ended, well or not, since the last call."""
+        taken, self._finished_loads = self._finished_loads, set()
+        return taken
+
+    def take_failed_blocks(self) -> set[int]:
+        """HBM blocks that a load left unfilled since the last call."""
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
+
+    def report(self) -> LifetimeWorkerMetadata | None:
+        """What the scheduler side has to know of this step; None if nothing."""
+        flash = self._new_flash_counts()
+        if not self._step and not self._results and not flash:
+            return None
+        results, self._results = self._results, {}
+        oldest = min(self._started_at.values(), default=0.0)
+        age_s = time.monotonic() - oldest if oldest else 0.0
+        return LifetimeWorkerMetadata(step=self._step, results=results, flash=flash, oldest_io_s=age_s)
+
+    def _new_flash_counts(self) -> Counter[str]:
+        if self._device is None:
+            return Counter()
+        values = self._device.counters.snapshot()
+        now = Counter(
+            {
+                BYTES_READ: values.bytes_read,
+                BYTES_WRITTEN: values.bytes_written,
+                "short_read": values.short_reads,
+                "checksum": values.checksum_failures,
+                "key_mismatch": values.key_mismatches,
+            }
+        )
+        for prefix, errors in (
+            ("read", values.read_errors),
+            ("write", values.write_errors),
+            ("record", values.record_errors),
+        ):
+            now.update({f"{prefix}_{kind}": count for kind, count in errors.items()})
+        new = now - self._flash_seen
+        self._flash_seen = now
+        return new
+
+    def shutdown(self) -> None:
+        """End the threads; the flash file is closed, and removed unless it persists."""
+        if self._flash is not None:
+            self._flash.shutdown()
+            self._flash = None
+        if self._copies is not None:
+            self._copies.shutdown()
+            self._copies = None

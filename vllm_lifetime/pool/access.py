@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who reads which run, over all tiers: runs are made, split, extended and retired here.
+
+Scheduler process, one thread.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_lifetime.pool.free_list import TierFreeList
+from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run, retired_rank
+
+__all__ = ["AccessTable", "Path"]
+
+
+class Path:
+    """The prefix that one request reads and extends: its reader, and how much of the prefix has been looked at."""
+
+    __slots__ = ("num_seen", "reader", "tail")
+
+    def __init__(self, reader: Reader | None) -> None:
+        self.reader = reader
+        self.num_seen = 0
+        self.tail: Run | None = None
+
+
+class AccessTable:
+    """Keeps `Run.readers`, ranks and the members' runs of every tier in step.
+
+    Args:
+        free_lists: one per tier, in the order of `Run.num_blocks`; tier 0 is HBM.
+        copies_of: the blocks below HBM that hold a hash, as (tier, block) pairs, so that copies share their run.
+        twin_of: another HBM block with the same content, if it was computed twice.
+
+    """
+
+    def __init__(
+        self,
+        free_lists: Sequence[TierFreeList[Any]],
+        copies_of: Callable[[bytes], Sequence[tuple[int, Any]]],
+        twin_of: Callable[[Any], Any | None],
+    ) -> None:
+        self._free_lists = free_lists
+        self._copies_of = copies_of
+        self._twin_of = twin_of
+        self._hbm = free_lists[0]
+        self.has_runs = False
+        """Whether any request has come with metadata; until then every call here can be skipped."""
+
+    # ------------------------------------------------------------------ reading and writing blocks
+
+    def read(self, path: Path, blocks: Sequence[Any], count: int) -> None:
+        """The request of `path` reads the first `count` blocks of its prefix, which are in HBM.
+
+        Every run among them gets the path's reader; a run that goes on beyond `count` is split there first, so that a run's
+        blocks always have one access set. O(runs), and O(blocks) of a run that is split.
+        """
+        run_of = self._hbm.run_of
+        index = path.num_seen
+        while index < count:
+            run = run_of[blocks[index].block_id]
+            if run is None:
+                # Read before by a request without metadata: unknown lifetime, ordered by recency.
+                path.tail = None
+                index += 1
+                continue
+            if run.end > count:
+                run = self._split(run, index, count, blocks)
+            self._add_reader(run, path.reader)
+            path.tail = run
+            index = max(run.end, index + 1)
+        path.num_seen = max(path.num_seen, count)
+
+    def write(self, path: Path, blocks: Sequence[Any], end: int) -> None:
+        """The blocks of `path` up to `end` have got their hashes: put the new ones into runs.
+
+        A block whose content is known already (in another HBM block, or in a copy below) joins that run. Others extend the path's
+        tail if it is private to the reader, or start a run. Blocks without a hash (a sliding window's null blocks) are passed over.
+        """
+        reader = path.reader
+        for index in range(path.num_seen, end):
+            block = blocks[index]
+            if block.block_hash is None:
+                path.tail = None
+                continue
+            run = self._known_run(block)
+            if run is None and reader is not None:
+                tail = path.tail
+                if tail is not None and tail.end == index and tail.is_private_to(reader):
+                    run = tail
+                else:
+                    run = self._new_run(index, reader)
+            if run is not None:
+                if run.end <= index:
+                    run.end = index + 1
+                self._hbm.set_run(block, run)
+                self._add_reader(run, reader)
+            path.tail = run
+        path.num_seen = max(path.num_seen, end)
+
+    def _new_run(self, index: int, reader: Reader) -> Run:
+        self.has_runs = True
+        run = Run(index, index + 1, len(self._free_lists))
+        if not reader.is_live:
+            run.num_workflows = 1
+            run.rank = retired_rank(1)
+        return run
+
+    def _known_run(self, block: Any) -> Run | None:
+        for tier, copy in self._copies_of(block.block_hash):
+            run: Run | None = self._free_lists[tier].run_of[copy.block_id]
+            if run is not None:
+                return run
+        twin = self._twin_of(block)
+        return None if twin is None else self._hbm.run_of[twin.block_id]
+
+    def _split(self, run: Run, index: int, end: int, blocks: Sequence[Any]) -> Run:
+        """Cut the blocks `index <= i < end` off the front of `run`; they form the returned run with the same readers."""
+        front = run.copy_access_set(min(run.start, index), end)
+        for i in range(index, end):
+            if self._hbm.run_of[blocks[i].block_id] is run:
+                self._hbm.set_run(blocks[i], front)
+            for tier, copy in self._copies_of(blocks[i].block_hash):
+                if self._free_lists[tier].run_of[copy.block_id] is run:
+                    self._free_lists[tier].set_run(copy, front)
+        run.start = end
+        return front
+
+    # ------------------------------------------------------------------ access sets and ranks
+
+    def _add_reader(self, run: Run, reader: Reader | None) -> None:
+        if reader is None:
+            if not run.has_unknown_reader:
+                run.has_unknown_reader = True
+                self.set_rank(run, ACTIVE_RANK)
+            return
+        if reader.is_live and reader not in run.readers:
+            run.add_reader(reader)
+            if run.is_retired:
+                self.set_rank(run, ACTIVE_RANK)
+
+    def set_rank(self, run: Run, rank: Rank) -> None:
+        """Give `run` a rank in every tier. O(log buckets) per tier, whatever the run's length."""
+        if run.rank == rank:
+            return
+        run.rank = rank
+        for free_list in self._free_lists:
+            free_list.set_rank(run)
+
+    def end(self, reader: Reader) -> list[int]:
+        """`reader` reads nothing any more: each run that nobody else may read is retired, at once, in every tier.
+
+        Returns the blocks retired by tier. O(r log r) in the reader's runs.
+        """
+        reader.is_live = False
+        retired = [0] * len(self._free_lists)
+        # Least recently freed first, so that equal ranks keep their recency, a prefix's deepest run before its parent.
+        for run in sorted(reader.runs, key=self._last_freed):
+            if run.remove_reader(reader):
+                self.set_rank(run, retired_rank(run.num_workflows))
+                for tier, count in enumerate(run.num_blocks):
+                    retired[tier] += count
+        return retired
+
+    def _last_freed(self, run: Run) -> tuple[int, int]:
+        return (self._hbm.last_freed(run), -run.start)

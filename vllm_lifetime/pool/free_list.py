@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tier's free list: the blocks that nobody references, in the order in which they are handed out.
+
+Order, first handed out first:
+
+1. *empty* blocks (no hash), most recently freed first: vLLM's order for blocks that cannot be hit;
+2. *buckets* by rank, lowest first (`runs.Rank`). In a bucket the least recently freed node comes first. A node is either one
+   block of no run (its request had no metadata) or one run, which hands out its free blocks deepest first.
+
+Without metadata there are no runs, every block with a hash stands in the bucket `ACTIVE_RANK`, and the order is that of
+vLLM's `FreeKVCacheBlockQueue`, block by block: same calls, same order.
+
+The list is intrusive, like vLLM's: it links the blocks' own `prev_free_block` and `next_free_block` and allocates nothing
+per block. One thread (the scheduler's) uses it.
+
+Costs: `append_n`, `prepend_n`, `remove`, `popleft_n` are O(1) per block; `set_rank` is O(log buckets) per run whatever the run's
+length.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Run
+
+__all__ = ["FreeBlock", "TierFreeList"]
+
+
+class FreeBlock(Protocol):
+    """What the free list needs of a block: vLLM's `KVCacheBlock` and our `Slot` both have it.
+
+    The two links belong to the free list while the block is in it and are None otherwise.
+    """
+
+    block_id: int
+    # Any: the neighbours of a block are blocks, runs' nodes or the ends of a list.
+    prev_free_block: object
+    next_free_block: object
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        """Prefix length in tokens that the block's hash covers; its depth."""
+
+
+Block = TypeVar("Block", bound=FreeBlock)
+
+_MIN_BUCKETS = 64
+"""With fewer buckets than this it is not worth looking for empty ones."""
+
+
+class _Ring:
+    """The end of a circular list: `next` is its first node, `prev` its last."""
+
+    __slots__ = ("block_id", "next_free_block", "prev_free_block")
+
+    def __init__(self) -> None:
+        self.block_id = -1
+        self.clear()
+
+    def clear(self) -> None:
+        self.prev_free_block: _Ring = self
+        self.next_free_block: _Ring = self
+
+    def is_empty(self) -> bool:
+        return self.next_free_block is self
+
+
+class _Bucket(_Ring):
+    """All nodes of one rank, least recently freed first."""
+
+    __slots__ = ("is_queued", "rank")
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self.rank = rank
+        self.is_queued = False
+
+
+class _RunNode(_Ring):
+    """A run in its bucket: linked there by its own links, its free blocks on `chain`, deepest first."""
+
+    __slots__ = ("bucket", "chain", "count", "hint", "last_freed", "run")
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.chain = _Ring()
+        self.count = 0
+        self.bucket: _Bucket | None = None
+        # Where the last block went in: blocks are freed deepest first, so the next one usually follows it.
+        self.hint: _Ring = self.chain
+        self.last_freed = 0
+
+
+class TierFreeList(Generic[Block]):
+    """The free list of tier number `tier`; see the module for its order.
+
+    Has the methods of vLLM's `FreeKVCacheBlockQueue` (`popleft`, `popleft_n`, `remove`, `append`, `append_n`, `prepend_n`,
+    `get_all_free_blocks`, `iter_blocks_after`, `num_free_blocks`), so that it can stand in its place.
+
+    Args:
+        blocks: the blocks of the tier, indexed by `block_id`; all start empty, in this order.
+        tier: index into `Run.nodes` and `Run.num_blocks`.
+
+    """
+
+    # No __slots__: vLLM's pool is free to hang attributes on its queue.
+
+    def __init__(self, blocks: Sequence[Block], tier: int) -> None:
+        self.tier = tier
+        self.run_of: list[Run | None] = [None] * len(blocks)
+        self.num_free_blocks = 0
+        self.num_empty_blocks = 0
+        self.num_retired_blocks = 0
+        self._empty = _Ring()
+        self._active = _Bucket(ACTIVE_RANK)
+        self._buckets: dict[Rank, _Bucket] = {ACTIVE_RANK: self._active}
+        self._ranks: list[Rank] = []
+        self._max_buckets = _MIN_BUCKETS
+        self._clock = 0
+        # Blocks that lost their hash while free, or had none, keep their turn, as in vLLM: they are not in the empty list.
+        self._unhashed_in_order: set[int] = set()
+        self.prepend_n(blocks)
+
+    # ------------------------------------------------------------------ taking blocks
+
+    def popleft(self) -> Block:
+        """Take the first block.
+
+        Raises:
+            ValueError: the list is empty.
+
+        """
+        if self.num_free_blocks == 0:
+            raise ValueError("No free blocks available")
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[Block]:
+        """Take the first `n` blocks.
+
+        Raises:
+            ValueError: fewer than `n` blocks are free; nothing is taken.
+
+        """
+        if not 0 <= n <= self.num_free_blocks:
+            raise ValueError(f"{n} blocks were asked for, {self.num_free_blocks} are free")
+        if n == 1 and not self.num_empty_blocks and self._ranks[0] is ACTIVE_RANK and not self._unhashed_in_order:
+            # One block per 16 or so decoded tokens of each request: the commonest call by far.
+            ring = self._active
+            node = ring.next_free_block
+            if node.block_id >= 0:
+                after = node.next_free_block
+                ring.next_free_block = after
+                after.prev_free_block = ring
+                node.prev_free_block = node.next_free_block = None  # type: ignore[assignment]
+                self.num_free_blocks -= 1
+                return [node]  # type: ignore[list-item]
+        taken: list[Block] = []
+        self.num_free_blocks -= n
+        if self.num_empty_blocks:
+            left = self._take(self._empty, n, taken)
+            self.num_empty_blocks -= n - left
+        else:
+            left = n
+        while left > 0:
+            bucket = self._lowest_bucket()
+            node = bucket.next_free_block
+            if isinstance(node, _RunNode):
+                before = left
+                left = self._take(node.chain, left, taken)
+                if node.hint.next_free_block is None:  # it was taken
+                    node.hint = node.chain
+                self._shrink(node, before - left)
+            else:
+                left = self._take(bucket, left, taken)
+        if self._unhashed_in_order:
+            self._unhashed_in_order.difference_update(block.block_id for block in taken)
+        return taken
+
+    def remove(self, block: Block) -> None:
+        """Take `block` out of the middle.
+
+        Raises:
+            RuntimeError: the block is not in the list.
+
+        """
+        before = block.prev_free_block
+        after = block.next_free_block
+        if before is None or after is None:
+            raise RuntimeError(f"remove() called on a block that is not free: {block}")
+        before.next_free_block = after  # type: ignore[attr-defined]
+        after.prev_free_block = before  # type: ignore[attr-defined]
+        block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= 1
+        run = self.run_of[block.block_id]
+        if run is not None:
+            node = run.nodes[self.tier]
+            assert isinstance(node, _RunNode)
+            if node.hint is block:
+                node.hint = before  # type: ignore[assignment]
+            self._shrink(node, 1)
+        elif (self.num_empty_blocks or self._unhashed_in_order) and block.block_hash_num_tokens is None:
+            if block.block_id in self._unhashed_in_order:
+                self._unhashed_in_order.discard(block.block_id)
+            else:
+                self.num_empty_blocks -= 1
+
+    # ------------------------------------------------------------------ giving blocks back
+
+    def append(self, block: Block) -> None:
+        """Give one block back as the most recently used of its rank."""
+        self.append_n((block,))
+
+    def append_n(self, blocks: Sequence[Block]) -> None:
+        """Give back blocks that have a hash, each as the most recently used of its rank so far."""
+        run_of = self.run_of
+        ring: _Ring = self._active
+        last = ring.prev_free_block
+        for block in blocks:
+            run = run_of[block.block_id]
+            if run is None:
+                block.prev_free_block = last
+                last.next_free_block = block  # type: ignore[assignment]
+                last = block  # type: ignore[assignment]
+            else:
+                last.next_free_block = ring
+                ring.prev_free_block = last
+                self._append_to_run(block, run)
+                last = ring.prev_free_block
+        last.next_free_block = ring
+        ring.prev_free_block = last
+        self.num_free_blocks += len(blocks)
+        if not self._active.is_queued and not ring.is_empty():
+            self._enqueue(self._active)
+
+    def prepend_n(self, blocks: Sequence[Block]) -> None:
+        """Give back blocks that hold nothing worth keeping: the first of them is handed out next."""
+        ring = self._empty
+        first = ring.next_free_block
+        last: _Ring = ring
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block  # type: ignore[assignment]
+            last = block  # type: ignore[assignment]
+        last.next_free_block = first
+        first.prev_free_block = last
+        self.num_free_blocks += len(blocks)
+        self.num_empty_blocks += len(blocks)
+
+    # ------------------------------------------------------------------ runs
+
+    def set_rank(self, run: Run) -> None:
+        """Move `run` to the bucket of its present rank, as the most recently used there."""
+        node = run.nodes[self.tier]
+        if not isinstance(node, _RunNode) or node.bucket is None:
+            return
+        was_retired = node.bucket.rank[0] == 0
+        self._unlink_node(node)
+        self._link_node(node, run.rank)
+        if was_retired != run.is_retired:
+            self.num_retired_blocks += node.count if run.is_retired else -node.count
+
+    def last_freed(self, run: Run) -> int:
+        """When a block of `run` was last given back here, as a sequence number; 0 is never."""
+        node = run.nodes[self.tier]
+        return node.last_freed if isinstance(node, _RunNode) else 0
+
+    def set_run(self, block: Block, run: Run | None) -> None:
+        """Make `block` a member of `run`, free or not. O(1) if `run` frees deepest first, as vLLM does."""
+        block_id = block.block_id
+        old = self.run_of[block_id]
+        if old is run:
+            return
+        is_free = block.next_free_block is not None
+        if is_free:
+            self.remove(block)
+        self.run_of[block_id] = run
+        if run is not None:
+            run.add_member(self.tier)
+        if old is not None:
+            old.remove_member(self.tier)
+        if is_free:
+            self.append_n((block,))
+
+    def keep_turn(self, block: Block) -> None:
+        """`block` was given back with `append` though it has no hash, because somebody still reads it (`unpin_blocks`)."""
+        self._unhashed_in_order.add(block.block_id)
+
+    def forget_hash(self, block: Block) -> None:
+        """`block` is about to lose its hash: it leaves its run. A free block of no run keeps its turn, as in vLLM."""
+        run = self.run_of[block.block_id]
+        is_free = block.next_free_block is not None
+        if run is None:
+            if is_free and block.block_hash_num_tokens is not None:
+                self._unhashed_in_order.add(block.block_id)
+            return
+        if is_free:
+            self.remove(block)
+        self.run_of[block.block_id] = None
+        run.remove_member(self.tier)
+        if is_free:
+            self.prepend_n((block,))
+
+    def forget_all_hashes(self) -> None:
+        """Every block is free and loses its hash (a prefix-cache reset): all become empty, in the order they had. O(blocks)."""
+        blocks = list(self.iter_blocks_after(None))
+        for block in blocks:
+            run = self.run_of[block.block_id]
+            if run is not None:
+                self.run_of[block.block_id] = None
+                run.remove_member(self.tier)
+                run.nodes[self.tier] = None
+        self._empty.clear()
+        self._active.clear()
+        self._active.is_queued = False
+        self._buckets = {ACTIVE_RANK: self._active}
+        self._ranks.clear()
+        self._unhashed_in_order.clear()
+        self.num_free_blocks = self.num_empty_blocks = self.num_retired_blocks = 0
+        self.prepend_n(blocks)
+
+    # ------------------------------------------------------------------ looking
+
+    def get_all_free_blocks(self) -> list[Block]:
+        """All blocks in the order in which they would be handed out. O(n); for tests and tools."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
+        """Blocks in the order in which they would be handed out, after `cursor` (from the first if None).
+
+        The list must not change meanwhile. O(1) per block, and O(n) to find a cursor.
+        """
+        blocks = self._iter_all()
+        if cursor is not None:
+            for block in blocks:
+                if block.block_id == cursor.block_id:
+                    break
+        return blocks
+
+    def iter_cached_blocks(self) -> Iterator[Block]:
+        """Free blocks that an active workflow, or nobody known, may still read, in eviction order.
+
+        Skips the empty and the retired ones without walking them. The list must not change meanwhile.
+        """
+        for rank in sorted(self._buckets):
+            if rank[0] != 0:
+                yield from self._iter_bucket(self._buckets[rank])
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that hold what an active workflow, or nobody known, may still read."""
+        return self.num_free_blocks - self.num_empty_blocks - self.num_retired_blocks
+
+    # ------------------------------------------------------------------ inside
+
+    def _iter_all(self) -> Iterator[Block]:
+        yield from self._iter_ring(self._empty)
+        for rank in sorted(self._buckets):
+            yield from self._iter_bucket(self._buckets[rank])
+
+    def _iter_bucket(self, bucket: _Bucket) -> Iterator[Block]:
+        node = bucket.next_free_block
+        while node is not bucket:
+            if isinstance(node, _RunNode):
+                yield from self._iter_ring(node.chain)
+            else:
+                yield node  # type: ignore[misc]
+            node = node.next_free_block
+
+    def _iter_ring(self, ring: _Ring) -> Iterator[Block]:
+        node = ring.next_free_block
+        while node is not ring:
+            yield node  # type: ignore[misc]
+            node = node.next_free_block
+
+    @staticmethod
+    def _take(ring: _Ring, limit: int, taken: list[Block]) -> int:
+        """Unlink up to `limit` blocks from the front of `ring`, stopping before a run's node; returns what is left of `limit`."""
+        node = ring.next_free_block
+        append = taken.append
+        while limit and node.block_id >= 0:
+            append(node)  # type: ignore[arg-type]
+            after = node.next_free_block
+            node.prev_free_block = node.next_free_block = None  # type: ignore[assignment]
+            node = after
+            limit -= 1
+        ring.next_free_block = node
+        node.prev_free_block = ring
+        return limit
+
+    def _lowest_bucket(self) -> _Bucket:
+        """The bucket of lowest rank that has a node; drops the empty ones it meets. O(log buckets) amortised."""
+        while True:
+            bucket = self._buckets[self._ranks[0]]
+            if bucket.next_free_block is not bucket:
+                return bucket
+            heapq.heappop(self._ranks)
+            bucket.is_queued = False
+            if bucket is not self._active:
+                del self._buckets[bucket.rank]
+
+    def _drop_empty_buckets(self) -> None:
+        """Forget ranks that runs have left (each refresh of scores makes new ones). O(buckets), but O(1) amortised."""
+        self._buckets = {bucket.rank: bucket for bucket in self._buckets.values() if not bucket.is_empty()}
+        self._ranks = list(self._buckets)
+        heapq.heapify(self._ranks)
+        self._active.is_queued = not self._active.is_empty()
+        self._buckets[ACTIVE_RANK] = self._active
+        self._max_buckets = 2 * len(self._buckets) + _MIN_BUCKETS
+
+    def _enqueue(self, bucket: _Bucket) -> None:
+        bucket.is_queued = True
+        heapq.heappush(self._ranks, bucket.rank)
+
+    def _append_to_run(self, block: Block, run: Run) -> None:
+        node = run.nodes[self.tier]
+        if not isinstance(node, _RunNode):
+            node = run.nodes[self.tier] = _RunNode(run)
+        after = self._place_in_chain(node, block.block_hash_num_tokens or 0)
+        before = after.prev_free_block
+        block.prev_free_block = before
+        block.next_free_block = after
+        before.next_free_block = block  # type: ignore[assignment]
+        after.prev_free_block = block  # type: ignore[assignment]
+        node.hint = block  # type: ignore[assignment]
+        node.count += 1
+        if run.is_retired:
+            self.num_retired_blocks += 1
+        self._clock += 1
+        node.last_freed = self._clock
+        bucket = node.bucket
+        if bucket is None:
+            self._link_node(node, run.rank)
+        elif bucket.prev_free_block is not node:
+            self._unlink_node(node)
+            self._link_node(node, run.rank)
+
+    @staticmethod
+    def _place_in_chain(node: _RunNode, depth: int) -> _Ring:
+        """The chain's element before which a block of `depth` belongs (deepest first); O(1) behind the last one placed."""
+        chain = node.chain
+        last = chain.prev_free_block
+        if last is chain or (last.block_hash_num_tokens or 0) >= depth:  # type: ignore[attr-defined]
+            return chain
+        place = node.hint
+        if place is not chain and (place.block_hash_num_tokens or 0) < depth:  # type: ignore[attr-defined]
+            place = chain
+        place = place.next_free_block
+        while place is not chain and (place.block_hash_num_tokens or 0) > depth:  # type: ignore[attr-defined]
+            place = place.next_free_block
+        return place
+
+    def _shrink(self, node: _RunNode, count: int) -> None:
+        """`count` blocks have left `node`'s chain."""
+        node.count -= count
+        if node.run.is_retired:
+            self.num_retired_blocks -= count
+        if node.count == 0:
+            self._unlink_node(node)
+
+    def _link_node(self, node: _RunNode, rank: Rank) -> None:
+        bucket = self._buckets.get(rank)
+        if bucket is None:
+            if len(self._buckets) >= self._max_buckets:
+                self._drop_empty_buckets()
+            bucket = self._buckets[rank] = _Bucket(rank)
+        last = bucket.prev_free_block
+        node.prev_free_block = last
+        node.next_free_block = bucket
+        last.next_free_block = node
+        bucket.prev_free_block = node
+        node.bucket = bucket
+        if not bucket.is_queued:
+            self._enqueue(bucket)
+
+    @staticmethod
+    def _unlink_node(node: _RunNode) -> None:
+        node.prev_free_block.next_free_block = node.next_free_block
+        node.next_free_block.prev_free_block = node.prev_free_block
+        node.prev_free_block = node.next_free_block = node
+        node.bucket = None

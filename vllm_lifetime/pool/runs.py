@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs: consecutive blocks of one prefix with the same access set, the node that is ranked.
+
+A block never carries a rank, its run does. Ending a workflow or refreshing a score therefore touches as many nodes as the
+workflow has runs, not as many as it has blocks.
+
+All of this lives in the scheduler process, on its one thread.
+"""
+
+__all__ = ["ACTIVE_RANK", "Rank", "Reader", "Run", "retired_rank"]
+
+Rank = tuple[float, ...]
+"""Eviction rank, lowest evicted first; compared as a tuple."""
+
+ACTIVE_RANK: Rank = (1, 0.0, 0.0)
+"""Rank of every run that may still be read and that nothing has scored: ordered by recency alone."""
+
+
+def retired_rank(num_workflows: int) -> Rank:
+    """Rank of a run that no active workflow reads: the fewer workflows ever read it, the sooner it goes.
+
+    PBKV section 4.2.1: retired cache goes first, and a prefix that many workflows shared is kept longest.
+    """
+    return (0, num_workflows)
+
+
+class Reader:
+    """Someone who may read runs until a boundary says otherwise; `lifecycle.Lease` is the only one.
+
+    `runs` is the reverse of `Run.readers`, so that a boundary finds its runs without a search. `is_live` turns False once, at the
+    boundary; what a request of an ended reader still writes is retired from birth.
+    """
+
+    __slots__ = ("is_live", "runs", "workflow_id")
+
+    def __init__(self, workflow_id: str) -> None:
+        self.workflow_id = workflow_id
+        self.is_live = True
+        self.runs: set[Run] = set()
+
+    def on_last_run_gone(self) -> None:
+        """Called when the last run of this reader has left every tier."""
+
+
+class Run:
+    """Blocks `start <= index < end` of one prefix, all with the same readers.
+
+    `num_blocks[tier]` counts its members there, held or free; the same block may have a copy in several tiers.
+    `nodes[tier]` is its place in that tier's free list (made on first use by `TierFreeList`).
+    """
+
+    __slots__ = (
+        "end",
+        "has_unknown_reader",
+        "nodes",
+        "num_blocks",
+        "num_workflows",
+        "rank",
+        "readers",
+        "start",
+    )
+
+    def __init__(self, start: int, end: int, num_tiers: int) -> None:
+        self.start = start
+        self.end = end
+        self.readers: set[Reader] = set()
+        self.has_unknown_reader = False
+        self.num_workflows = 0
+        self.rank: Rank = ACTIVE_RANK
+        self.num_blocks = [0] * num_tiers
+        self.nodes: list[object | None] = [None] * num_tiers
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether no active workflow can read it."""
+        return self.rank[0] == 0
+
+    def is_private_to(self, reader: Reader) -> bool:
+        """Whether `reader` is the only one who may read it (nobody any more, if `reader` has ended)."""
+        if self.has_unknown_reader:
+            return False
+        if not reader.is_live:
+            return not self.readers
+        return len(self.readers) == 1 and reader in self.readers
+
+    def add_reader(self, reader: Reader) -> None:
+        """Let `reader` into the access set. O(readers)."""
+        if reader in self.readers:
+            return
+        if all(other.workflow_id != reader.workflow_id for other in self.readers):
+            self.num_workflows += 1
+        self.readers.add(reader)
+        reader.runs.add(self)
+
+    def remove_reader(self, reader: Reader) -> bool:
+        """Take `reader` out. Returns whether the run has nobody left who may read it."""
+        self.readers.discard(reader)
+        reader.runs.discard(self)
+        return not self.readers and not self.has_unknown_reader
+
+    def copy_access_set(self, start: int, end: int) -> "Run":
+        """A run over `[start, end)` with the same readers and rank, and no members yet."""
+        twin = Run(start, end, len(self.num_blocks))
+        twin.has_unknown_reader = self.has_unknown_reader
+        twin.num_workflows = self.num_workflows
+        twin.rank = self.rank
+        for reader in self.readers:
+            twin.readers.add(reader)
+            reader.runs.add(twin)
+        return twin
+
+    def add_member(self, tier: int) -> None:
+        """Count one more block of this run in `tier`."""
+        self.num_blocks[tier] += 1
+
+    def remove_member(self, tier: int) -> None:
+        """Count one block less in `tier`; the run leaves its readers with its last block."""
+        self.num_blocks[tier] -= 1
+        if self.num_blocks[tier] == 0 and not any(self.num_blocks):
+            readers, self.readers = self.readers, set()
+            for reader in readers:
+                reader.runs.discard(self)
+                if not reader.runs:
+                    reader.on_last_run_gone()
+
+    def __repr__(self) -> str:
+        return (
+            f"Run([{self.start}, {self.end}), rank={self.rank}, readers={len(self.readers)}, "
+            f"blocks={self.num_blocks})"
+        )
+
