@@ -7,6 +7,7 @@ page copies on a thread of its own, off the worker's main thread.
 Worker process. `CopyQueue` and the submit calls belong to the main thread.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +59,7 @@ def canonical_kv_caches(
     return canonicalizer.kv_caches
 
 
+@functools.cache
 def _compile_copy_rows() -> Callable[..., None]:
     """`copy(source, source_rows, target, target_rows)` for 2-D int64 arrays, compiled now, running without the GIL."""
     import numba

@@ -66,6 +66,8 @@ class RequestState:
     """Slots that hold the blocks after the local hit, from the lookup to the allocation, in the same scheduler step."""
     loaded_end: int = 0
     """Blocks before this index were loaded, not computed."""
+    was_refused: bool = False
+    """A load has been refused already: counted once, however often admission is tried."""
 
     def path(self, group_id: int) -> Path:
         """The request's path in a KV cache group."""
@@ -190,7 +192,13 @@ class LifetimeScheduler:
         if not len(self.host) and not len(self.flash):
             return 0, False
         plan = self._look_up(request, start)
-        if not plan or not self._admit(request, start, plan):
+        if not plan:
+            return 0, False
+        refusal = self._reason_to_refuse(request, start, plan)
+        if refusal is not None:
+            if not state.was_refused:
+                state.was_refused = True
+                self.recorder.count(stats.LOADS, refusal)
             return 0, False
         state.plan = plan
         return len(plan) * self._block_size, True
@@ -207,11 +215,11 @@ class LifetimeScheduler:
             plan.append(slot)
         return plan
 
-    def _admit(self, request: "Request", start: int, plan: list[Slot]) -> bool:
-        """Whether the load pays and the whole request fits (R1): a load holds its blocks and cannot be preempted."""
+    def _reason_to_refuse(self, request: "Request", start: int, plan: list[Slot]) -> str | None:
+        """None if the load pays and the whole request fits (R1): a load holds its blocks and cannot be preempted."""
         pool = self._pool
         if pool is None:
-            return False
+            return "skipped_no_room"
         wanted = -(-request.num_tokens // self._block_size) - start
         spare = pool.get_num_free_blocks() - self.jobs.num_blocks_reserved
         # Of the local hit, what nobody else references is still counted as free.
@@ -222,13 +230,11 @@ class LifetimeScheduler:
                 if block is not None and block.ref_cnt == 0:
                     spare -= 1
             if wanted > spare:
-                self.recorder.count(stats.LOADS, "skipped_no_room")
-                return False
+                return "skipped_no_room"
         num_bytes = self._bytes_by_tier(plan)
         if not self._load_policy.should_load(len(plan) * self._block_size, num_bytes, self.jobs.loading_bytes):
-            self.recorder.count(stats.LOADS, "skipped_slower")
-            return False
-        return True
+            return "skipped_slower"
+        return None
 
     def _is_host(self, slot: Slot) -> bool:
         return slot.block_id < len(self.host.slots) and self.host.slots[slot.block_id] is slot
@@ -377,19 +383,24 @@ class LifetimeScheduler:
         """Start the next copy down, if any block is near enough to its eviction."""
         pool = self._pool
         target = self.host if self.host.slots else self.flash
-        if pool is None or not target.slots or self.jobs.num_stores or self._num_allocated < max(1, self._ahead // 8):
+        if pool is None or self.jobs.num_stores or not self._demotion_is_due:
             return
         limit = self._demote_limit
         if target is self.host and self.flash.slots:
             # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
             limit = min(limit, self.host.num_reclaimable)
         blocks = next_to_demote(pool.free_list, self._ahead, limit, self._needs_copy)
-        # If all that was near is under way, look again when more has been allocated.
-        if len(blocks) < limit:
-            self._num_allocated = 0
         job = self.jobs.start_store(target, blocks, pool.free_list, now)
         if job is not None:
             meta.stores.append(job.store_order())
+        # If all that was near is under way, or there is no room for it, look again when something has moved.
+        if job is None or len(blocks) < limit:
+            self._num_allocated = 0
+
+    @property
+    def _demotion_is_due(self) -> bool:
+        """Whether enough blocks have been allocated since the last look to make another worth its while."""
+        return self._num_allocated >= max(1, self._ahead // 8) and bool(self.host.slots or self.flash.slots)
 
     def _needs_copy(self, block: KVCacheBlock) -> bool:
         key = block.block_hash
@@ -434,6 +445,8 @@ class LifetimeScheduler:
                 num_stored = self.jobs.finish_store(job)
                 if job.target is self.host:
                     self.recorder.count(stats.BYTES_WRITTEN, "host", by=num_stored * self._layout.block_bytes)
+                elif job.sources:
+                    self._num_allocated = self._ahead  # the host tier has room again
 
     def _time_step(self, step: int, now: float) -> None:
         started = self._steps.pop(step, None)
@@ -463,7 +476,10 @@ class LifetimeScheduler:
 
         A transfer that hangs does not keep an idle engine spinning: it is picked up by the next request's step.
         """
-        return self._wants_step or self.jobs.has_fresh_work(time.monotonic())
+        if self._wants_step or self.jobs.has_fresh_work(time.monotonic()):
+            return True
+        # Idle time is the best time to copy down.
+        return self._demotion_is_due and not len(self.jobs)
 
     # ------------------------------------------------------------------ boundaries and views
 

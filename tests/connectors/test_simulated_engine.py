@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector under a real scheduler and a model that checks every KV byte; see `simulated_engine.py`."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated_engine import BLOCK_BYTES, BLOCK_SIZE, SimulatedEngine, WrongKV, chain
+
+NUM_BLOCKS = 48
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids that no other seed shares a prefix with."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def tiers(tmp_path: Path, host: int = 20, flash: int = 250, **options: Any) -> dict[str, Any]:
+    """Options for so many host and flash blocks, loading whatever is found."""
+    answer: dict[str, Any] = {"load_policy": "always", "flash_staging_bytes": 8 * BLOCK_BYTES, **options}
+    if host:
+        answer["host_bytes"] = host * BLOCK_BYTES
+    if flash:
+        answer |= {"flash_path": str(tmp_path / "flash.kv"), "flash_bytes": (flash + 8) * 4096}
+    return answer
+
+
+def fill(engine: SimulatedEngine, seeds: range, length: int = 320) -> None:
+    """Serve one request per seed, one after the other, letting the copies down end in between."""
+    for seed in seeds:
+        engine.add(f"fill-{engine.num_steps}-{seed}", prompt(seed, length), max_tokens=1)
+        engine.run()
+        engine.settle()
+
+
+def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
+    """Serve one request to its end; returns how many of its prompt tokens were not computed."""
+    engine.add(name, tokens, **arguments)
+    engine.run()
+    return engine.cached_tokens[name]
+
+
+def random_workload(engine: SimulatedEngine, seed: int, steps: int, abort: float = 0.03, reset: float = 0.005) -> None:
+    """Workflows with shared prompts and growing histories; some are aborted, end early, or see the cache reset."""
+    rng = random.Random(seed)
+    shared = [prompt(1000 + i, 100) for i in range(3)]
+    for i in range(steps):
+        if rng.random() < 0.3 and len(engine.scheduler.requests) < 10:
+            workflow = rng.randrange(12)
+            tokens = shared[workflow % 3] + prompt(workflow, 500)[: rng.randrange(0, 400)]
+            metadata = {"workflow_id": f"w{workflow}"} if rng.random() < 0.8 else None
+            engine.add(f"r{i}", tokens, max_tokens=rng.randrange(1, 40), metadata=metadata)
+        chance = rng.random()
+        if chance < abort and engine.scheduler.requests:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        elif chance < abort + 0.03:
+            engine.boundary("workflow_end", f"m{i}", workflow_id=f"w{rng.randrange(12)}")
+        elif chance < abort + 0.03 + reset:
+            engine.scheduler.reset_prefix_cache()
+        engine.step()
+        if i % 10 == 0:
+            engine.check_conservation()
+    engine.run()
+    engine.settle()
+    engine.check_conservation()
+
+
+@pytest.mark.parametrize("host,flash", [(20, 250), (20, 0), (0, 250), (0, 0), (3, 5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_wrong_kv_under_random_load(make_engine: Callable[..., SimulatedEngine], tmp_path: Path, host: int, flash: int, seed: int) -> None:
+    """Concurrency, eviction, preemption, aborts, boundaries and resets at once."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash))
+    random_workload(engine, seed, 700)
+
+
+def test_the_check_can_fail(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """Negative control: zeroed host slots are read as they are and found wrong."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=100, flash=0))
+    fill(engine, range(6))
+    engine.worker._worker_side._copies._engine.slots.fill(0)
+    with pytest.raises(WrongKV):
+        serve(engine, "again", prompt(0, 320))
+
+
+@pytest.mark.parametrize("host,flash", [(100, 0), (0, 250), (8, 250)])
+def test_evicted_blocks_come_back(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int) -> None:
+    """Host only, flash only, and through both: nearly all of an evicted prompt is loaded, not computed."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash))
+    fill(engine, range(5))
+    assert serve(engine, "again", prompt(0, 320)) >= 19 * BLOCK_SIZE
+    totals = counters(engine)
+    assert totals["loads.done"] == 1
+    assert totals["hit_blocks.host"] + totals["hit_blocks.flash"] >= 19
+    assert totals["hit_blocks.flash"] > 0 if flash else totals["hit_blocks.host"] > 0
+
+
+def test_eviction_only_without_lower_tiers(make_engine: Callable[..., SimulatedEngine]) -> None:
+    """No host, no flash: an evicted prompt is computed again, and nothing breaks."""
+    engine = make_engine(NUM_BLOCKS, {})
+    fill(engine, range(8))
+    assert serve(engine, "again", prompt(0, 320)) == 0
+
+
+def test_pool_of_one_request_and_a_tenth_does_not_deadlock(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """R1: concurrent loads with a pool of 1.1 times one request; everybody finishes."""
+    num_blocks = 23
+    engine = make_engine(num_blocks, tiers(tmp_path, host=200, flash=0))
+    prompts = [prompt(seed, 300) for seed in range(6)]
+    for round_ in range(5):
+        for i, tokens in enumerate(prompts):
+            engine.add(f"r{round_}-{i}", tokens, max_tokens=18)
+        engine.run()
+        engine.check_conservation()
+    engine.settle()
+    engine.check_conservation()
+
+
+def test_a_thousand_aborts_in_every_state(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+    """R5, R15: aborted while waiting, loading, prefilling, decoding or preempted; nothing leaks, nothing dies."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=40, flash=250))
+    rng = random.Random(0)
+    states: dict[str, int] = {}
+    aborted = 0
+    for i in range(100_000):
+        if aborted >= 1000:
+            break
+        while len(engine.scheduler.requests) < 8:
+            seed = rng.randrange(15)
+            engine.add(f"r{i}-{rng.random()}", prompt(seed, rng.randrange(40, 400)), max_tokens=rng.randrange(1, 60))
+        for request_id in rng.sample(list(engine.scheduler.requests), rng.randrange(0, 3)):
+            request = engine.scheduler.requests[request_id]
+            if request.is_finished():
+                continue
+            state = request.status.name
+            if request.num_preemptions:
+                state += "_after_preemption"
+            states[state] = states.get(state, 0) + 1
+            engine.abort(request_id)
+            aborted += 1
+        engine.step()
+    engine.run()
+    engine.settle()
+    engine.check_conservation()
+    assert aborted >= 1000
+    assert {"WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING"} <= set(states), states
+    assert any(state.endswith("_after_preemption") for state in states), states
+    assert not engine.connector._scheduler_side._requests
+    assert counters(engine)["loads.done"] > 20
+
+
+def test_a_damaged_flash_block_is_recomputed(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+    """R4, R20: bit flips on the device cost a recomputation, not a token, and the block is not asked again."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=0, flash=250))
+    fill(engine, range(8))
+    path = tmp_path / "flash.kv"
+    content = bytearray(path.read_bytes())
+    # Every payload page: the table and header lie before.
+    for offset in range(len(content) - 250 * 4096, len(content), 4096):
+        content[offset + 64] ^= 4
+    with path.open("r+b") as file:
+        file.write(content)
+    serve(engine, "again", prompt(0, 320))
+    totals = counters(engine)
+    assert totals["loads.failed"] == 1
+    assert totals["recomputed_blocks"] > 0
+    assert totals["flash_faults.checksum"] > 0
+    assert engine.outputs["again"][0] == int(chain(prompt(0, 320))[-1] % 997)
+    assert serve(engine, "third", prompt(0, 320)) >= 19 * BLOCK_SIZE
+
+
+def test_truncated_flash_file_is_survived(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+    """A file cut from outside while the engine runs: loads fail, are counted and recomputed."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=0, flash=250))
+    fill(engine, range(8))
+    with (tmp_path / "flash.kv").open("r+b") as file:
+        file.truncate(4096 * 8)
+    serve(engine, "again", prompt(0, 320))
+    assert counters(engine)["loads.failed"] == 1
+    fill(engine, range(20, 26))
+    random_workload(engine, 1, 200)
+
+
+def test_a_load_that_hangs_is_given_up(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R3: past its deadline a load is recomputed; the late read writes nowhere near the request's blocks."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=0, flash=250, load_deadline_s=0.05))
+    fill(engine, range(8))
+    device = engine.worker._worker_side._device
+    read = device.read
+
+    def slow_read(slot: int, key: bytes, pages: Any) -> Any:
+        time.sleep(0.1)
+        return read(slot, key, pages)
+
+    monkeypatch.setattr(device, "read", slow_read)
+    engine.add("again", prompt(0, 320), max_tokens=50)
+    deadline = time.monotonic() + 20
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+        time.sleep(0.002)
+        assert time.monotonic() < deadline
+    assert counters(engine)["loads.late"] == 1
+    monkeypatch.setattr(device, "read", read)
+    transfers = engine.worker._worker_side._flash
+    deadline = time.monotonic() + 20
+    while transfers._abandoned:
+        transfers.poll()
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+    assert len(transfers._free_staging) == 8
+    serve(engine, "third", prompt(1, 320))
+
+
+def test_idle_engine_notices_the_end_of_its_copies(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """R10: with no request left, the engine goes on stepping until a fresh copy down has been noticed, and then stops."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path))
+    engine.add("r", prompt(0, 700), max_tokens=1)
+    engine.run()
+    for _ in range(3000):
+        if not engine.scheduler.has_requests():
+            break
+        engine.step()
+        time.sleep(0.001)
+    assert not engine.scheduler.has_requests()
+    assert not len(engine.connector._scheduler_side.jobs)
+
+
+def test_restart_with_a_persisted_file(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+    """What flash held is found after a restart, and is right."""
+    options = tiers(tmp_path, host=0, flash=250, flash_persist=True)
+    engine = make_engine(NUM_BLOCKS, options)
+    fill(engine, range(8))
+    engine.shutdown()
+    again = make_engine(NUM_BLOCKS, options)
+    assert serve(again, "again", prompt(0, 320)) >= 19 * BLOCK_SIZE
+    assert counters(again)["hit_blocks.flash"] >= 19
+
+
+def test_prefix_cache_reset_clears_every_tier_and_the_file(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """R25: after a reset nothing is found anywhere, nor after a restart."""
+    options = tiers(tmp_path, host=8, flash=250, flash_persist=True)
+    engine = make_engine(NUM_BLOCKS, options)
+    fill(engine, range(8))
+    assert engine.scheduler.reset_prefix_cache()
+    view = engine.connector.lifetime_call("tiers", {})["tiers"]
+    assert all(view[tier]["used_blocks"] == 0 for tier in ("hbm", "host", "flash")), view
+    engine.step()
+    engine.check_conservation()
+    assert serve(engine, "again", prompt(0, 320)) == 0
+    engine.scheduler.reset_prefix_cache()
+    engine.step()
+    engine.shutdown()
+    again = make_engine(NUM_BLOCKS, options)
+    assert serve(again, "later", prompt(1, 320)) == 0
+
+
+def test_reset_while_copies_are_in_flight(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """A copy that was under way at the reset must not become readable after it."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=100, flash=0))
+    copies = engine.worker._worker_side._copies._engine
+    copy = copies._copy_rows
+    copies._copy_rows = lambda *arguments: (time.sleep(0.1), copy(*arguments))
+    engine.add("r", prompt(0, 700), max_tokens=1)
+    engine.run()
+    for _ in range(3):
+        if not len(engine.connector._scheduler_side.jobs):
+            engine.step()
+    assert len(engine.connector._scheduler_side.jobs)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.settle()
+    assert len(engine.connector._scheduler_side.host) == 0
+    engine.check_conservation()
+
+
+def test_workflow_end_retires_private_blocks_in_every_tier(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """Private blocks go back to the free lists at once; the prompt that a live workflow shares stays."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=30, flash=250))
+    shared = prompt(7, 160)
+    serve(engine, "a", shared + prompt(1, 320), metadata={"workflow_id": "a"}, max_tokens=1)
+    serve(engine, "b", shared + prompt(2, 160), metadata={"workflow_id": "b"}, max_tokens=1)
+    fill(engine, range(50, 55))
+    side = engine.connector._scheduler_side
+    before = side.usage()
+    outcome = engine.boundary("workflow_end", "m1", workflow_id="a")
+    after = side.usage()
+    assert outcome["status"] == "accepted"
+    assert outcome["blocks"] >= 20
+    assert outcome["blocks"] == sum(after[t].retired - before[t].retired for t in after)
+    assert sum(after[t].used for t in after) == sum(before[t].used for t in before) - outcome["blocks"]
+    engine.check_conservation()
+    assert engine.boundary("workflow_end", "m1", workflow_id="a")["status"] == "duplicate"
+    assert engine.boundary("workflow_end", "m2", workflow_id="a")["status"] == "ignored"
+    # The shared prompt is b's too.
+    assert serve(engine, "b2", shared + prompt(2, 160), metadata={"workflow_id": "b"}) >= 160
+    assert engine.boundary("workflow_end", "m3", workflow_id="b")["status"] == "accepted"
+    engine.check_conservation()
+    assert len(side._lifecycle) == 0
+
+
+def test_session_end_retires_only_that_session(make_engine: Callable[..., SimulatedEngine]) -> None:
+    """Two sessions of one workflow: the end of one leaves the other's blocks."""
+    engine = make_engine(NUM_BLOCKS, {})
+    for name in ("s1", "s2"):
+        seed = int(name[1])
+        serve(engine, name, prompt(seed, 160), session_id=name, metadata={"workflow_id": "w"}, max_tokens=1)
+    assert engine.boundary("session_end", "m1", session_id="s1")["blocks"] == 10
+    usage = engine.connector._scheduler_side.usage()["hbm"]
+    assert (usage.retired, usage.used) == (10, 10)
+
+
+def test_retired_blocks_are_evicted_first_and_never_copied_down(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+    """An ended workflow's blocks make room, though they are more recent; not one of their bytes is written."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=100, flash=0, demote_ahead_blocks=10))
+    serve(engine, "old", prompt(1, 160), metadata={"workflow_id": "old"}, max_tokens=1)
+    serve(engine, "new", prompt(2, 480), metadata={"workflow_id": "new"}, max_tokens=1)
+    engine.boundary("workflow_end", "m", workflow_id="new")
+    written = counters(engine)["bytes_written.host"]
+    serve(engine, "next", prompt(3, 480), metadata={"workflow_id": "next"}, max_tokens=1)
+    assert counters(engine)["bytes_written.host"] == written
+    assert counters(engine)["evictions.hbm.retired"] >= 20
+    # vLLM's order would have evicted "old", the least recently used.
+    assert serve(engine, "old again", prompt(1, 160), metadata={"workflow_id": "old"}) == 144
+
+
+def test_a_boundary_waits_for_a_running_request(make_engine: Callable[..., SimulatedEngine]) -> None:
+    """The end arrives while a request of the workflow runs: it goes on undisturbed, and its blocks are retired when it is over."""
+    engine = make_engine(NUM_BLOCKS, {})
+    engine.add("r", prompt(1, 320), max_tokens=60, metadata={"workflow_id": "w"})
+    for _ in range(4):
+        engine.step()
+    assert engine.boundary("workflow_end", "m", workflow_id="w")["status"] == "accepted"
+    engine.run()
+    assert len(engine.outputs["r"]) == 60
+    usage = engine.connector._scheduler_side.usage()["hbm"]
+    assert usage.used == 0 and usage.retired >= 23
+    engine.check_conservation()
+
+
+def test_another_salt_never_hits(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """R23: equal tokens under another cache_salt share nothing, in no tier."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=100, flash=0))
+    serve(engine, "a", prompt(1, 320), cache_salt="alice")
+    fill(engine, range(50, 53))
+    assert serve(engine, "b", prompt(1, 320), cache_salt="bob") == 0
+    assert serve(engine, "a2", prompt(1, 320), cache_salt="alice") >= 300
+
+
+def test_unusable_metadata_costs_only_the_hint(make_engine: Callable[..., SimulatedEngine], counters: Any) -> None:
+    """A request with broken metadata is served as one without."""
+    engine = make_engine(NUM_BLOCKS, {})
+    serve(engine, "r", prompt(1, 100), metadata={"workflow_id": 17, "turn": -3})
+    assert len(engine.outputs["r"]) == 4
+    assert counters(engine)["bad_metadata"] == 1
+
+
+def test_a_slow_tier_is_bypassed(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R40: once loads are measured to take longer than recomputing, they are skipped."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=0, flash=250, load_policy="measured"))
+    fill(engine, range(8))
+    device = engine.worker._worker_side._device
+    read = device.read
+
+    def slow_read(slot: int, key: bytes, pages: Any) -> Any:
+        time.sleep(0.05)
+        return read(slot, key, pages)
+
+    monkeypatch.setattr(device, "read", slow_read)
+    serve(engine, "first", prompt(0, 320))
+    fill(engine, range(20, 26))
+    serve(engine, "second", prompt(0, 320))
+    totals = counters(engine)
+    assert totals["loads.done"] >= 1
+    assert totals["loads.skipped_slower"] >= 1
+
+
+def test_nothing_is_left_of_100_workflows(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """R15 and the registry's bound: after all workflows have ended, no lease, run or held block remains."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=20, flash=60))
+    for i in range(100):
+        engine.add(f"r{i}", prompt(i % 7, 100) + prompt(100 + i, 60), metadata={"workflow_id": f"w{i}"}, max_tokens=2)
+        if i % 4 == 3:
+            engine.run()
+    engine.run()
+    engine.settle()
+    for i in range(100):
+        engine.boundary("workflow_end", f"m{i}", workflow_id=f"w{i}")
+    side = engine.connector._scheduler_side
+    assert all(usage.used == 0 for usage in side.usage().values())
+    assert len(side._lifecycle) == 0
+    engine.check_conservation()
+    assert np.all([b.ref_cnt == 0 for b in engine.scheduler.kv_cache_manager.block_pool.blocks if not b.is_null])
