@@ -79,14 +79,28 @@ class LifetimeBlockPool(BlockPool):
         evict = self._stock_evict if self.enable_caching else None
         collector = self.metrics_collector
         for block in blocks:
-            if run_of[block.block_id] is not None:
-                self.free_list.set_run(block, None)
+            run = run_of[block.block_id]
+            if run is not None:
+                run_of[block.block_id] = None
+                run.remove_member(HBM)
             if evict is not None:
                 evict(block)
             block.ref_cnt += 1
             if collector:
                 collector.on_block_allocated(block)
         return blocks
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        free = []
+        collector = self.metrics_collector
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                free.append(block)
+            block.ref_cnt += 1
+            if collector:
+                collector.on_block_accessed(block)
+        if free:
+            self.free_list.remove_n(free)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         blocks = list(blocks)

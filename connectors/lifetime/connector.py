@@ -149,9 +149,7 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, LifetimeMetadata)
-        self._worker_side.start_loads(metadata)
+        """Loads have been started in `handle_preemptions`, before the forward pass, so that they overlap with it."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole blocks, between steps."""

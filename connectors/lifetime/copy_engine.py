@@ -120,13 +120,18 @@ class PageCopyWorker(OffloadingWorker):
 
     def _submit(self, job_id: int, source: Any, source_rows: Any, target: Any, target_rows: Any) -> None:
         arguments = (source, source_rows.astype(np.int64), target, target_rows.astype(np.int64))
-        self._running[job_id] = self._thread.submit(self._copy, *arguments)
+        self._running[job_id] = self._thread.submit(self._copy, time.monotonic(), *arguments)
 
-    def _copy(self, source: Any, source_rows: Any, target: Any, target_rows: Any) -> float:
-        start = time.perf_counter()
+    def _copy(self, submitted: float, source: Any, source_rows: Any, target: Any, target_rows: Any) -> float:
+        """Copy; returns the seconds since the submission."""
         for source_pages, target_pages in zip(source, target, strict=True):
             self._copy_rows(source_pages, source_rows, target_pages, target_rows)
-        return time.perf_counter() - start
+        return time.monotonic() - submitted
+
+    def load_now(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy host slots to HBM blocks on the calling thread, any thread: no step of the engine in between."""
+        rows = np.array(slots, dtype=np.int64), np.array(block_ids, dtype=np.int64)
+        self._copy(0.0, self._columns, rows[0], self._pages, rows[1])
 
     def get_finished(self) -> list[TransferResult]:
         finished = [(job_id, future) for job_id, future in self._running.items() if future.done()]
@@ -151,7 +156,8 @@ class PageCopyWorker(OffloadingWorker):
         self._thread.shutdown(wait=True)
 
 
-Done = Callable[[bool], None]
+Done = Callable[[bool, float], None]
+"""`done(success, seconds)`"""
 
 
 class CopyQueue:
@@ -160,12 +166,19 @@ class CopyQueue:
     Args:
         engine: the worker that copies.
         host_pages: a host slot's bytes as buffers, in the order of the KV tensors.
+        load_now: copies host slots to HBM blocks on the calling thread, where the platform can do that; None elsewhere.
 
     """
 
-    def __init__(self, engine: OffloadingWorker, host_pages: Callable[[int], list[memoryview]]) -> None:
+    def __init__(
+        self,
+        engine: OffloadingWorker,
+        host_pages: Callable[[int], list[memoryview]],
+        load_now: Callable[[Sequence[int], Sequence[int]], None] | None = None,
+    ) -> None:
         self._engine = engine
         self.host_pages = host_pages
+        self.load_now = load_now
         self._next_id = 0
         self._callbacks: dict[int, Done] = {}
 
@@ -174,7 +187,7 @@ class CopyQueue:
         return len(self._callbacks)
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], done: Done) -> int:
-        """Copy HBM blocks to host slots; `done(success)` is called by a later `poll`. Returns the copy's number."""
+        """Copy HBM blocks to host slots; `done` is called by a later `poll`. Returns the copy's number."""
         number = self._new_number(done)
         spec = GPULoadStoreSpec(list(block_ids), group_sizes=[len(block_ids)], block_indices=[0])
         self._submit(number, lambda: self._engine.submit_store(number, spec, CPULoadStoreSpec(list(slots))))
@@ -199,14 +212,14 @@ class CopyQueue:
             logger.exception("a KV copy could not be started")
             accepted = False
         if not accepted:
-            self._callbacks.pop(number)(False)
+            self._callbacks.pop(number)(False, 0.0)
 
     def poll(self) -> None:
         """Call back for every copy that has ended."""
         for result in self._engine.get_finished():
             done = self._callbacks.pop(result.job_id, None)
             if done is not None:
-                done(result.success)
+                done(result.success, result.transfer_time or 0.0)
 
     def wait(self, numbers: set[int]) -> None:
         """Wait until these copies have ended; their callbacks come with the next `poll`."""
@@ -226,7 +239,7 @@ def make_copy_queue(kv_caches: CanonicalKVCaches, num_slots: int) -> CopyQueue:
     """
     if current_platform.is_cpu():
         engine = PageCopyWorker(kv_caches, num_slots)
-        return CopyQueue(engine, engine.host_pages)
+        return CopyQueue(engine, engine.host_pages, engine.load_now)
     if current_platform.is_cuda_alike() or current_platform.is_xpu():
         from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 

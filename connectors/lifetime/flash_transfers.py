@@ -3,10 +3,12 @@
 
 Flash is reached through host memory on every platform: a load reads slots into staging slots and copies those to HBM, a store
 without a host tier goes the other way round. File reads and writes run on IO threads; `poll`, on the main thread, moves each
-transfer from one phase to the next. A read that does not return by its deadline is given up: its blocks count as failed, its
-staging slots come back when the read does.
+transfer from one phase to the next. On the CPU platform the IO thread copies to HBM itself, which saves a load an engine step.
+A read that does not return by its deadline is given up: its blocks count as failed and are not touched any more, its staging
+slots come back when the read does.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,8 +23,8 @@ __all__ = ["FlashTransfers", "Finished"]
 
 logger = init_logger(__name__)
 
-Finished = Callable[[set[int], bool], None]
-"""`finished(failed positions, is late)`, on the main thread."""
+Finished = Callable[[set[int], bool, float], None]
+"""`finished(failed positions, is late, seconds of transfer)`, on the main thread."""
 
 
 class _Load:
@@ -36,13 +38,19 @@ class _Load:
         self.finished = finished
         self.position = 0
         self.failed: set[int] = set()
+        self.seconds = 0.0
 
 
 class _Chunk:
     """Positions `[start, start + len(staging))` of a load, being read."""
 
-    def __init__(self, load: _Load, start: int, staging: list[int], reads: list[Future[list[bool]]]) -> None:
-        self.load, self.start, self.staging, self.reads = load, start, staging, reads
+    def __init__(self, load: _Load, start: int, staging: list[int]) -> None:
+        self.load, self.start, self.staging = load, start, staging
+        self.reads: list[Future[list[bool]]] = []
+        self.started = self.ended = time.monotonic()
+        # Held while a read block is copied to HBM, so that giving up means that no copy comes later. Never held over IO.
+        self.copying = threading.Lock()
+        self.is_abandoned = False
 
 
 class FlashTransfers:
@@ -98,18 +106,21 @@ class FlashTransfers:
         count = min(len(slots), len(self._free_staging))
         left_out = set(range(count, len(slots)))
         if count == 0:
-            finished(left_out, False)
+            finished(left_out, False, 0.0)
             return None
         staging = [self._free_staging.pop() for _ in range(count)]
         self._num_copying += 1
 
-        def copied(success: bool) -> None:
+        def written(failed: set[int], late: bool, seconds: float) -> None:
+            finished(failed | left_out, late, seconds)
+
+        def copied(success: bool, _: float) -> None:
             self._num_copying -= 1
             if not success:
                 self._free_staging.extend(staging)
-                finished(set(range(len(slots))), False)
+                finished(set(range(len(slots))), False, 0.0)
                 return
-            self._write(staging, slots[:count], keys[:count], staging, lambda failed, late: finished(failed | left_out, late))
+            self._write(staging, slots[:count], keys[:count], staging, written)
 
         return self._copies.store(block_ids[:count], staging, copied)
 
@@ -138,6 +149,8 @@ class FlashTransfers:
                 self._reading.remove(chunk)
                 self._chunk_read(chunk)
             elif now > chunk.load.deadline:
+                with chunk.copying:
+                    chunk.is_abandoned = True
                 self._reading.remove(chunk)
                 self._abandoned.append(chunk)
                 self._give_up(chunk.load, chunk.start)
@@ -156,11 +169,9 @@ class FlashTransfers:
             count = min(len(load.slots) - start, len(self._free_staging))
             staging = [self._free_staging.pop() for _ in range(count)]
             load.position += count
-            reads = [
-                self._threads.submit(self._read, load.slots[i:j], load.keys[i:j], staging[i - start : j - start])
-                for i, j in self._shares(start, start + count)
-            ]
-            self._reading.append(_Chunk(load, start, staging, reads))
+            chunk = _Chunk(load, start, staging)
+            chunk.reads = [self._threads.submit(self._read, chunk, i, j) for i, j in self._shares(0, count)]
+            self._reading.append(chunk)
 
     def _shares(self, start: int, end: int) -> list[tuple[int, int]]:
         """`[start, end)` in as many parts as there are threads."""
@@ -174,33 +185,34 @@ class FlashTransfers:
         good = [i for i, hit in enumerate(hits) if hit]
         load.failed.update(chunk.start + i for i, hit in enumerate(hits) if not hit)
 
-        def copied(success: bool) -> None:
+        load.seconds += chunk.ended - chunk.started
+
+        def copied(success: bool, seconds: float) -> None:
             self._num_copying -= 1
+            load.seconds += seconds
             if not success:
                 load.failed.update(chunk.start + i for i in good)
             self._free_staging.extend(chunk.staging)
             self._chunk_done(load)
 
         self._num_copying += 1
-        if good:
-            self._copies.load(
-                [chunk.staging[i] for i in good], [load.block_ids[chunk.start + i] for i in good], copied
-            )
+        if good and self._copies.load_now is None:
+            self._copies.load([chunk.staging[i] for i in good], [load.block_ids[chunk.start + i] for i in good], copied)
         else:
-            copied(True)
+            copied(True, 0.0)
 
     def _chunk_done(self, load: _Load) -> None:
         if load.position >= len(load.slots):
-            load.finished(load.failed, False)
+            load.finished(load.failed, False, load.seconds)
         elif load.failed:
             # vLLM recomputes everything behind the first block that failed: the rest need not be read.
-            load.finished(load.failed | set(range(load.position, len(load.slots))), False)
+            load.finished(load.failed | set(range(load.position, len(load.slots))), False, load.seconds)
         else:
             self._waiting_loads.appendleft(load)
 
     def _give_up(self, load: _Load, start: int) -> None:
         load.failed.update(range(start, len(load.slots)))
-        load.finished(load.failed, True)
+        load.finished(load.failed, True, load.seconds)
 
     def _write(
         self,
@@ -230,7 +242,7 @@ class FlashTransfers:
             stale = set(flash_slots).intersection(self._to_invalidate)
             self._device.invalidate(sorted(stale))
             self._to_invalidate = [slot for slot in self._to_invalidate if slot not in stale]
-        finished({i for i, ok in enumerate(done) if not ok}, False)
+        finished({i for i, ok in enumerate(done) if not ok}, False, 0.0)
 
     @staticmethod
     def _result(future: Future[list[bool]], size: int) -> list[bool]:
@@ -242,16 +254,32 @@ class FlashTransfers:
 
     # ------------------------------------------------------------------ IO threads
 
-    def _read(self, slots: Sequence[int], keys: Sequence[bytes], staging: Sequence[int]) -> list[bool]:
-        pages = self._copies.host_pages
-        try:
-            return [
-                self._device.read(slot, key, pages(place)).hit
-                for slot, key, place in zip(slots, keys, staging, strict=True)
-            ]
-        except Exception:
-            logger.exception("a flash read failed")
-            return [False] * len(slots)
+    def _read(self, chunk: _Chunk, start: int, end: int) -> list[bool]:
+        """Read positions `start <= i < end` of a chunk; where the platform allows, bring each to HBM at once."""
+        load = chunk.load
+        load_now = self._copies.load_now
+        hits = []
+        for i in range(start, end):
+            position = chunk.start + i
+            hit = False
+            try:
+                if not chunk.is_abandoned:
+                    pages = self._copies.host_pages(chunk.staging[i])
+                    hit = self._device.read(load.slots[position], load.keys[position], pages).hit
+                if hit and load_now is not None:
+                    with chunk.copying:
+                        hit = not chunk.is_abandoned
+                        if hit:
+                            load_now([chunk.staging[i]], [load.block_ids[position]])
+            except Exception:
+                logger.exception("a flash read failed")
+                hit = False
+            hits.append(hit)
+            if not hit:
+                # vLLM recomputes everything behind the first block that failed.
+                break
+        chunk.ended = time.monotonic()
+        return hits + [False] * (end - start - len(hits))
 
     def _write_some(self, sources: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
         pages = self._copies.host_pages

@@ -68,7 +68,6 @@ class LoadJob:
     num_blocks_left: int
     """Blocks that the request still needs after the load."""
     block_bytes: int
-    started_at: float = 0.0
     result: JobResult = field(default_factory=lambda: JobResult(num_reports=0))
 
     def order(self, deadline_s: float) -> Load:
@@ -204,9 +203,7 @@ class TransferJobs:
         job = self._jobs.get(job_id)
         if job is None:
             return None
-        job.result.failed |= result.failed
-        job.result.is_late |= result.is_late
-        job.result.num_reports += result.num_reports
+        job.result.merge(result)
         if job.result.num_reports < self._num_workers:
             return None
         del self._jobs[job_id]

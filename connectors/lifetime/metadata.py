@@ -85,7 +85,16 @@ class JobResult:
     failed: set[int] = field(default_factory=set)
     """Positions in the job's slots (loads: host slots, then flash slots) that did not make it."""
     is_late: bool = False
+    seconds: float = 0.0
+    """How long the transfer itself took, without the wait for the end of the engine's step."""
     num_reports: int = 1
+
+    def merge(self, other: "JobResult") -> None:
+        """Add another worker's result: a block that failed on one rank has failed (R9), and the slowest rank counts."""
+        self.failed |= other.failed
+        self.is_late |= other.is_late
+        self.seconds = max(self.seconds, other.seconds)
+        self.num_reports += other.num_reports
 
 
 @dataclass
@@ -101,7 +110,7 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
     """Age of the oldest transfer in flight, in seconds."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LifetimeWorkerMetadata":
-        """Merge two workers' reports: a block that failed on one rank has failed (R9)."""
+        """Merge two workers' reports of one step."""
         if not isinstance(other, LifetimeWorkerMetadata):
             raise TypeError(f"cannot merge {type(other).__name__} into LifetimeWorkerMetadata")
         for job_id, result in other.results.items():
@@ -109,9 +118,7 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
             if mine is None:
                 self.results[job_id] = result
             else:
-                mine.failed |= result.failed
-                mine.is_late |= result.is_late
-                mine.num_reports += result.num_reports
+                mine.merge(result)
         self.step = max(self.step, other.step)
         self.flash.update(other.flash)
         self.oldest_io_s = max(self.oldest_io_s, other.oldest_io_s)

@@ -104,11 +104,11 @@ class LifetimeScheduler:
         self._loads: list[LoadJob] = []
         self._flush: set[int] = set()
         self._clear_flash = False
-        # Demotion: how far ahead of eviction, and whether anything has moved since the last look.
-        budget_blocks = 2 * vllm_config.scheduler_config.max_num_batched_tokens // self._block_size
-        self._ahead = options.demote_ahead_blocks if options.demote_ahead_blocks is not None else max(16, budget_blocks)
+        # Demotion: how far ahead of eviction, and how many blocks have moved since the last look.
+        self._step_blocks = vllm_config.scheduler_config.max_num_batched_tokens // self._block_size
+        self._ahead = 0
         self._demote_limit = max(1, options.demote_batch_bytes // layout.block_bytes)
-        self._num_allocated = self._ahead
+        self._num_moved = 0
         self._evicted_at: dict[bytes, float] = {}
         # Step timing: step number -> (start, tokens); the worker echoes the number.
         self._step = 0
@@ -124,9 +124,6 @@ class LifetimeScheduler:
         """The engine's block pool has been built."""
         self._pool = pool
         pool.listener = self
-        if self._options.demote_ahead_blocks is None:
-            self._ahead = min(self._ahead, pool.num_gpu_blocks // 2)
-        self._num_allocated = self._ahead
         self._bind_access()
 
     def bind_flash(self, reports: Sequence[FlashReport]) -> None:
@@ -145,6 +142,11 @@ class LifetimeScheduler:
     def _bind_access(self) -> None:
         if self._pool is None:
             return
+        ahead = self._options.demote_ahead_blocks
+        if ahead is None:
+            ahead = min(max(16, 2 * self._step_blocks), self._pool.num_gpu_blocks // 2)
+        # The copies of the blocks ahead must all fit below, or each would push out another's in turn, for ever.
+        self._ahead = self._num_moved = min(ahead, (len(self.host.slots) + len(self.flash.slots)) // 2)
         free_lists: list[TierFreeList[Any]] = [self._pool.free_list, self.host.free_list, self.flash.free_list]
         self._access = AccessTable(free_lists, self._copies_of, self._pool.twin_of)
 
@@ -282,6 +284,8 @@ class LifetimeScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is not None and state.lease is not None:
             self._lifecycle.finish_request(state.lease)
+        # What it gives back may be the next to be evicted.
+        self._num_moved = self._ahead
 
     # ------------------------------------------------------------------ the pool's calls (hot path)
 
@@ -307,7 +311,7 @@ class LifetimeScheduler:
 
     def on_blocks_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks are handed out: those being copied down must be copied before they are overwritten; evictions are noted."""
-        self._num_allocated += len(blocks)
+        self._num_moved += len(blocks)
         storing = self.jobs.storing_blocks
         if storing:
             self._flush.update(storing[block.block_id] for block in blocks if block.block_id in storing)
@@ -367,9 +371,7 @@ class LifetimeScheduler:
             self._steps[self._step] = (now, num_tokens)
         meta = LifetimeMetadata(step=self._step if num_tokens else 0)
         loads, self._loads = self._loads, []
-        for job in loads:
-            job.started_at = now
-            meta.loads.append(job.order(self._options.load_deadline_s))
+        meta.loads.extend(job.order(self._options.load_deadline_s) for job in loads)
         if self._clear_flash:
             meta.clear_flash, self._clear_flash = True, False
         elif not self.jobs.num_loads:
@@ -395,12 +397,12 @@ class LifetimeScheduler:
             meta.stores.append(job.store_order())
         # If all that was near is under way, or there is no room for it, look again when something has moved.
         if job is None or len(blocks) < limit:
-            self._num_allocated = 0
+            self._num_moved = 0
 
     @property
     def _demotion_is_due(self) -> bool:
-        """Whether enough blocks have been allocated since the last look to make another worth its while."""
-        return self._num_allocated >= max(1, self._ahead // 8) and bool(self.host.slots or self.flash.slots)
+        """Whether enough blocks have moved since the last look to make another worth its while."""
+        return self._num_moved >= max(1, self._ahead // 8) and bool(self.host.slots or self.flash.slots)
 
     def _needs_copy(self, block: KVCacheBlock) -> bool:
         key = block.block_hash
@@ -440,13 +442,13 @@ class LifetimeScheduler:
         for job_id, result in report.results.items():
             job = self.jobs.report(job_id, result)
             if isinstance(job, LoadJob):
-                self._load_done(job, now)
+                self._load_done(job)
             elif isinstance(job, StoreJob):
                 num_stored = self.jobs.finish_store(job)
                 if job.target is self.host:
                     self.recorder.count(stats.BYTES_WRITTEN, "host", by=num_stored * self._layout.block_bytes)
                 elif job.sources:
-                    self._num_allocated = self._ahead  # the host tier has room again
+                    self._num_moved = self._ahead  # the host tier has room again
 
     def _time_step(self, step: int, now: float) -> None:
         started = self._steps.pop(step, None)
@@ -461,7 +463,7 @@ class LifetimeScheduler:
         if num_tokens >= 2 * self._block_size:
             self._load_policy.observe_prefill(num_tokens, seconds)
 
-    def _load_done(self, job: LoadJob, now: float) -> None:
+    def _load_done(self, job: LoadJob) -> None:
         num_failed = self.jobs.finish_load(job)
         outcome = "late" if job.result.is_late else "failed" if num_failed else "done"
         self.recorder.count(stats.LOADS, outcome)
@@ -469,7 +471,7 @@ class LifetimeScheduler:
         block_bytes = self._layout.block_bytes
         self.recorder.count(stats.BYTES_READ, "host", by=len(job.host) * block_bytes)
         tier = "flash" if job.flash else "host"
-        self._load_policy.observe_load(tier, (len(job.host) + len(job.flash)) * block_bytes, now - job.started_at)
+        self._load_policy.observe_load(tier, (len(job.host) + len(job.flash)) * block_bytes, job.result.seconds)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine should step although no request wants it: a fresh transfer or news for the metrics is pending.

@@ -46,6 +46,7 @@ class _RunningLoad:
     parts_left: int
     failed: set[int]
     is_late: bool = False
+    seconds: float = 0.0
 
 
 class LifetimeWorker:
@@ -114,27 +115,32 @@ class LifetimeWorker:
     # ------------------------------------------------------------------ each step
 
     def before_forward(self, orders: LifetimeMetadata) -> None:
-        """Start copies down, and end those whose source blocks the forward pass is about to overwrite."""
+        """Start the step's transfers, and end those copies down whose source blocks it is about to overwrite."""
         self._step = orders.step
         if self._copies is None:
+            for order in orders.loads:
+                self._fail_load(order)
             return
         if orders.clear_flash and self._flash is not None:
             self._flash.clear()
         if orders.flush:
             self._copies.wait({copy for job, copy in self._store_copies.items() if job in orders.flush})
+        # Loads before copies down: somebody waits for them. Before the forward pass, so that they are there when it ends.
+        for order in orders.loads:
+            self._start_load(order)
         for store in orders.stores:
             self._start_store(store)
         for demotion in orders.demotions:
             job_id = demotion.job_id
             self._started_at[job_id] = time.monotonic()
             if self._flash is None:
-                self._job_done(job_id, set(range(len(demotion.keys))), False)
+                self._job_done(job_id, set(range(len(demotion.keys))))
                 continue
             self._flash.demote(
                 demotion.host_slots,
                 demotion.flash_slots,
                 demotion.keys,
-                lambda failed, late, job_id=job_id: self._job_done(job_id, failed, late),
+                lambda failed, late, seconds, job_id=job_id: self._job_done(job_id, failed),
             )
 
     def _start_store(self, store: Store) -> None:
@@ -144,56 +150,52 @@ class LifetimeWorker:
         everything = set(range(len(store.slots)))
         if store.keys is None:
             self._store_copies[job_id] = self._copies.store(
-                store.block_ids, store.slots, lambda ok: self._job_done(job_id, set() if ok else everything, False)
+                store.block_ids, store.slots, lambda ok, seconds: self._job_done(job_id, set() if ok else everything)
             )
         elif self._flash is None:
-            self._job_done(job_id, everything, False)
+            self._job_done(job_id, everything)
         else:
             copy = self._flash.store(
-                store.block_ids, store.slots, store.keys, lambda failed, late: self._job_done(job_id, failed, late)
+                store.block_ids, store.slots, store.keys, lambda failed, late, seconds: self._job_done(job_id, failed)
             )
             if copy is not None:
                 self._store_copies[job_id] = copy
 
-    def start_loads(self, orders: LifetimeMetadata) -> None:
-        """Start bringing blocks up; their requests wait."""
-        for order in orders.loads:
-            self._start_load(order)
-
     def _start_load(self, order: Load) -> None:
+        assert self._copies is not None
         now = time.monotonic()
-        self._started_at[order.job_id] = now
         num_host = len(order.host_slots)
-        running = _RunningLoad(order, parts_left=0, failed=set())
-        parts = (num_host > 0) + (len(order.flash_slots) > 0)
-        running.parts_left = parts
-        if self._copies is None or parts == 0:
-            running.parts_left = 1
-            self._load_part_done(running, set(range(num_host + len(order.flash_slots))), False)
+        if order.flash_slots and self._flash is None:
+            self._fail_load(order)
             return
+        self._started_at[order.job_id] = now
+        running = _RunningLoad(order, parts_left=bool(num_host) + bool(order.flash_slots), failed=set())
         if num_host:
             everything = set(range(num_host))
             self._copies.load(
                 order.host_slots,
                 order.host_block_ids,
-                lambda ok: self._load_part_done(running, set() if ok else everything, False),
+                lambda ok, seconds: self._load_part_done(running, set() if ok else everything, False, seconds),
             )
-        if order.flash_slots:
-            shift = num_host
-            if self._flash is None:
-                self._load_part_done(running, set(range(shift, shift + len(order.flash_slots))), False)
-                return
+        if order.flash_slots and self._flash is not None:
             self._flash.load(
                 order.flash_slots,
                 order.flash_keys,
                 order.flash_block_ids,
                 now + order.deadline_s,
-                lambda failed, late: self._load_part_done(running, {shift + i for i in failed}, late),
+                lambda failed, late, seconds: self._load_part_done(
+                    running, {num_host + i for i in failed}, late, seconds
+                ),
             )
 
-    def _load_part_done(self, running: _RunningLoad, failed: set[int], is_late: bool) -> None:
+    def _fail_load(self, order: Load) -> None:
+        running = _RunningLoad(order, parts_left=1, failed=set())
+        self._load_part_done(running, set(range(len(order.host_slots) + len(order.flash_slots))), False, 0.0)
+
+    def _load_part_done(self, running: _RunningLoad, failed: set[int], is_late: bool, seconds: float) -> None:
         running.failed |= failed
         running.is_late |= is_late
+        running.seconds = max(running.seconds, seconds)
         running.parts_left -= 1
         if running.parts_left:
             return
@@ -201,12 +203,12 @@ class LifetimeWorker:
         block_ids = [*order.host_block_ids, *order.flash_block_ids]
         self._failed_blocks.update(block_ids[i] for i in running.failed)
         self._finished_loads.add(order.request_id)
-        self._job_done(order.job_id, running.failed, running.is_late)
+        self._job_done(order.job_id, running.failed, running.is_late, running.seconds)
 
-    def _job_done(self, job_id: int, failed: set[int], is_late: bool) -> None:
+    def _job_done(self, job_id: int, failed: set[int], is_late: bool = False, seconds: float = 0.0) -> None:
         self._started_at.pop(job_id, None)
         self._store_copies.pop(job_id, None)
-        self._results[job_id] = JobResult(failed, is_late)
+        self._results[job_id] = JobResult(failed, is_late, seconds)
 
     def poll(self) -> None:
         """Notice what has ended."""

@@ -73,7 +73,7 @@ class LoadPolicy:
         self.prefill.observe(tokens, seconds)
 
     def observe_load(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """A load of `num_bytes` from `tier` took `seconds` from its submission to its report."""
+        """A load of `num_bytes` from `tier` took `seconds` on the worker, queueing included."""
         self.load.setdefault(tier, LinearCost()).observe(num_bytes, seconds)
 
     def should_load(self, tokens: int, bytes_by_tier: Mapping[str, int], queued_bytes_by_tier: Mapping[str, int]) -> bool:

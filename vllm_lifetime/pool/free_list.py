@@ -144,17 +144,24 @@ class TierFreeList(Generic[Block]):
         """
         if not 0 <= n <= self.num_free_blocks:
             raise ValueError(f"{n} blocks were asked for, {self.num_free_blocks} are free")
-        if n == 1 and not self.num_empty_blocks and self._ranks[0] is ACTIVE_RANK and not self._unhashed_in_order:
+        if n == 1 and not self.num_empty_blocks and not self._unhashed_in_order:
             # One block per 16 or so decoded tokens of each request: the commonest call by far.
-            ring = self._active
-            node = ring.next_free_block
-            if node.block_id >= 0:
-                after = node.next_free_block
-                ring.next_free_block = after
-                after.prev_free_block = ring
-                node.prev_free_block = node.next_free_block = None  # type: ignore[assignment]
+            bucket = self._active if self._ranks[0] is ACTIVE_RANK else self._lowest_bucket()
+            node = ring = bucket.next_free_block
+            if node is not bucket:
+                if isinstance(node, _RunNode):
+                    ring = node.chain.next_free_block
+                after = ring.next_free_block
+                before = ring.prev_free_block
+                before.next_free_block = after
+                after.prev_free_block = before
+                ring.prev_free_block = ring.next_free_block = None  # type: ignore[assignment]
                 self.num_free_blocks -= 1
-                return [node]  # type: ignore[list-item]
+                if isinstance(node, _RunNode):
+                    if node.hint is ring:
+                        node.hint = node.chain
+                    self._shrink(node, 1)
+                return [ring]  # type: ignore[list-item]
         taken: list[Block] = []
         self.num_free_blocks -= n
         if self.num_empty_blocks:
@@ -194,16 +201,48 @@ class TierFreeList(Generic[Block]):
         self.num_free_blocks -= 1
         run = self.run_of[block.block_id]
         if run is not None:
-            node = run.nodes[self.tier]
-            assert isinstance(node, _RunNode)
+            node: _RunNode = run.nodes[self.tier]  # type: ignore[assignment]
             if node.hint is block:
                 node.hint = before  # type: ignore[assignment]
             self._shrink(node, 1)
         elif (self.num_empty_blocks or self._unhashed_in_order) and block.block_hash_num_tokens is None:
-            if block.block_id in self._unhashed_in_order:
-                self._unhashed_in_order.discard(block.block_id)
-            else:
-                self.num_empty_blocks -= 1
+            self._unlinked_without_hash(block)
+
+    def remove_n(self, blocks: Sequence[Block]) -> None:
+        """`remove` for each of `blocks`: the blocks of a prefix hit.
+
+        Raises:
+            RuntimeError: a block is not in the list.
+
+        """
+        run_of = self.run_of
+        may_be_empty = self.num_empty_blocks or self._unhashed_in_order
+        open_run: Run | None = None
+        node: _RunNode | None = None
+        count = 0
+        for block in blocks:
+            before = block.prev_free_block
+            after = block.next_free_block
+            if before is None or after is None:
+                raise RuntimeError(f"remove_n() called on a block that is not free: {block}")
+            before.next_free_block = after  # type: ignore[attr-defined]
+            after.prev_free_block = before  # type: ignore[attr-defined]
+            block.prev_free_block = block.next_free_block = None
+            run = run_of[block.block_id]
+            if run is not None:
+                if run is not open_run:
+                    if node is not None:
+                        self._shrink(node, count)
+                    open_run, count = run, 0
+                    node = run.nodes[self.tier]  # type: ignore[assignment]
+                count += 1
+                if node.hint is block:  # type: ignore[union-attr]
+                    node.hint = before  # type: ignore[union-attr, assignment]
+            elif may_be_empty and block.block_hash_num_tokens is None:
+                self._unlinked_without_hash(block)
+        if node is not None:
+            self._shrink(node, count)
+        self.num_free_blocks -= len(blocks)
 
     # ------------------------------------------------------------------ giving blocks back
 
@@ -216,7 +255,8 @@ class TierFreeList(Generic[Block]):
         run_of = self.run_of
         ring: _Ring = self._active
         last = ring.prev_free_block
-        for block in blocks:
+        rest = iter(blocks)
+        for block in rest:
             run = run_of[block.block_id]
             if run is None:
                 block.prev_free_block = last
@@ -225,7 +265,7 @@ class TierFreeList(Generic[Block]):
             else:
                 last.next_free_block = ring
                 ring.prev_free_block = last
-                self._append_to_run(block, run)
+                self._append_with_runs(block, run, rest)
                 last = ring.prev_free_block
         last.next_free_block = ring
         ring.prev_free_block = last
@@ -388,6 +428,13 @@ class TierFreeList(Generic[Block]):
         node.prev_free_block = ring
         return limit
 
+    def _unlinked_without_hash(self, block: Block) -> None:
+        """`block`, without a hash, has been taken out of the middle: of the empty list, unless it kept its turn."""
+        if block.block_id in self._unhashed_in_order:
+            self._unhashed_in_order.discard(block.block_id)
+        else:
+            self.num_empty_blocks -= 1
+
     def _lowest_bucket(self) -> _Bucket:
         """The bucket of lowest rank that has a node; drops the empty ones it meets. O(log buckets) amortised."""
         while True:
@@ -412,28 +459,80 @@ class TierFreeList(Generic[Block]):
         bucket.is_queued = True
         heapq.heappush(self._ranks, bucket.rank)
 
-    def _append_to_run(self, block: Block, run: Run) -> None:
-        node = run.nodes[self.tier]
-        if not isinstance(node, _RunNode):
-            node = run.nodes[self.tier] = _RunNode(run)
-        after = self._place_in_chain(node, block.block_hash_num_tokens or 0)
-        before = after.prev_free_block
-        block.prev_free_block = before
-        block.next_free_block = after
-        before.next_free_block = block  # type: ignore[assignment]
-        after.prev_free_block = block  # type: ignore[assignment]
-        node.hint = block  # type: ignore[assignment]
-        node.count += 1
-        if run.is_retired:
-            self.num_retired_blocks += 1
+    def _append_with_runs(self, block: Block, run: Run, rest: Iterator[Block]) -> None:
+        """Append `block`, of `run`, and all of `rest`. Blocks of one run that follow one another cost little more than in vLLM."""
+        run_of = self.run_of
+        while True:
+            node = run.nodes[self.tier]
+            if not isinstance(node, _RunNode):
+                node = run.nodes[self.tier] = _RunNode(run)
+            depth = block.block_hash_num_tokens or 0
+            after = self._place_in_chain(node, depth)
+            place = after.prev_free_block
+            # `after` stays while what is appended belongs between `place` and it.
+            after_depth = 0 if after is node.chain else after.block_hash_num_tokens or 0  # type: ignore[attr-defined]
+            count = 0
+            other: Run | None = run
+            while True:
+                block.prev_free_block = place
+                place.next_free_block = block  # type: ignore[assignment]
+                place = block  # type: ignore[assignment]
+                count += 1
+                place_depth = depth
+                following = next(rest, None)
+                if following is None:
+                    break
+                block = following
+                other = run_of[block.block_id]
+                if other is not run:
+                    break
+                depth = block.block_hash_num_tokens or 0
+                if not after_depth <= depth <= place_depth:
+                    break
+            place.next_free_block = after
+            after.prev_free_block = place
+            self._grow(node, count, place)
+            if following is None:
+                return
+            if other is None:
+                self._append_single(block)
+                for block in rest:
+                    other = run_of[block.block_id]
+                    if other is not None:
+                        break
+                    self._append_single(block)
+                else:
+                    return
+            run = other
+
+    def _append_single(self, block: Block) -> None:
+        """Link a block of no run."""
+        ring = self._active
+        last = ring.prev_free_block
+        block.prev_free_block = last
+        block.next_free_block = ring
+        last.next_free_block = block  # type: ignore[assignment]
+        ring.prev_free_block = block  # type: ignore[assignment]
+
+    def _grow(self, node: _RunNode, count: int, last: _Ring) -> None:
+        """`count` blocks have come to `node`'s chain, `last` as the last: it is the most recently freed of its bucket now."""
+        node.hint = last
+        node.count += count
+        rank = node.run.rank
+        if rank[0] == 0:
+            self.num_retired_blocks += count
         self._clock += 1
         node.last_freed = self._clock
         bucket = node.bucket
         if bucket is None:
-            self._link_node(node, run.rank)
+            self._link_node(node, rank)
         elif bucket.prev_free_block is not node:
-            self._unlink_node(node)
-            self._link_node(node, run.rank)
+            before, after, newest = node.prev_free_block, node.next_free_block, bucket.prev_free_block
+            before.next_free_block = after
+            after.prev_free_block = before
+            node.prev_free_block = newest
+            node.next_free_block = bucket
+            newest.next_free_block = bucket.prev_free_block = node
 
     @staticmethod
     def _place_in_chain(node: _RunNode, depth: int) -> _Ring:
