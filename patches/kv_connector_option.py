@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from vllm_lifetime.patches.versions import require
+from vllm_lifetime.patches.versions import UnsupportedVllmError, require
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -43,10 +43,11 @@ _POLICY_GIVEN = "_lifetime_failure_policy_given"
 """Attribute of a parsed `KVTransferConfig`: the user wrote the policy. Survives pickling."""
 
 
-def install(safe_connector: str, ensure_usable: Callable[[], None]) -> None:
+def install(safe_connector: str, ensure_usable: Callable[[KVTransferConfig], None]) -> None:
     """Add the option, once per process; engines with `safe_connector` recompute failed loads.
 
-    `ensure_usable` is called before an engine with `safe_connector` is configured and may raise.
+    `ensure_usable` is called before an engine with `safe_connector` is configured and may raise. On the command line what it
+    raises ends the program with that one sentence instead of a traceback.
     Raises `UnsupportedVllmError` and changes nothing when vLLM does not look as expected.
     """
     from vllm.config import KVTransferConfig
@@ -72,13 +73,19 @@ def install(safe_connector: str, ensure_usable: Callable[[], None]) -> None:
             # In place: vLLM hands the same arguments to its other API server processes, and
             # their configuration must carry the same engine id.
             args.kv_transfer_config = _choose_connector(getattr(args, "kv_transfer_config", None), name)
+        config = getattr(args, "kv_transfer_config", None)
+        if config is not None and config.kv_connector == safe_connector:
+            try:
+                ensure_usable(config)
+            except (ValueError, UnsupportedVllmError) as error:
+                raise SystemExit(f"vllm: error: {error}") from None
         return from_cli_args(cls, args, *more, **kwargs)
 
     @wraps(create_engine_config)
     def create_safe_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.kv_transfer_config
         if config is not None and config.kv_connector == safe_connector:
-            ensure_usable()
+            ensure_usable(config)
             if self.kv_offloading_size is not None:
                 # vLLM would replace the connector without a word.
                 raise ValueError(f"--kv-offloading-size chooses another connector than {safe_connector}: give one.")

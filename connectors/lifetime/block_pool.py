@@ -91,6 +91,9 @@ class LifetimeBlockPool(BlockPool):
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if len(blocks) < 4:
+            super().touch(blocks)
+            return
         free = []
         collector = self.metrics_collector
         for block in blocks:
@@ -99,8 +102,7 @@ class LifetimeBlockPool(BlockPool):
             block.ref_cnt += 1
             if collector:
                 collector.on_block_accessed(block)
-        if free:
-            self.free_list.remove_n(free)
+        self.free_list.remove_n(free)
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         blocks = list(blocks)

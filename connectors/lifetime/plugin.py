@@ -20,6 +20,7 @@ from vllm_lifetime.patches.versions import UnsupportedVllmError, require
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from vllm.config import KVTransferConfig
 
 __all__ = ["CONNECTOR", "ensure_supported", "register"]
 
@@ -41,7 +42,7 @@ def register() -> None:
         return
     try:
         _register_connector()
-        kv_connector_option.install(CONNECTOR, ensure_supported)
+        kv_connector_option.install(CONNECTOR, _ensure_usable)
         engine_core.install()
         api_routes.install(CONNECTOR, _mount_control)
         _unsupported = None
@@ -56,6 +57,22 @@ def ensure_supported() -> None:
     """Raise `UnsupportedVllmError` if `register()` found that this vLLM lacks a seam."""
     if _unsupported is not None:
         raise _unsupported
+
+
+_CHECKED = "_lifetime_options_checked"
+"""Attribute of a `KVTransferConfig` whose options have been checked on this machine: what they ask for may be taken since."""
+
+
+def _ensure_usable(config: KVTransferConfig) -> None:
+    """Raise unless this vLLM has our seams and `config` has options that this machine can provide.
+
+    Raises `UnsupportedVllmError` or `OptionsError`.
+    """
+    from vllm_lifetime.connectors.lifetime.options import parse_options
+
+    ensure_supported()
+    parse_options(config.kv_connector_extra_config, check_machine=not getattr(config, _CHECKED, False))
+    setattr(config, _CHECKED, True)
 
 
 def _inspects_a_model() -> bool:

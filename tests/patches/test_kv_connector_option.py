@@ -37,7 +37,7 @@ def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def install(ensure_usable: Callable[[], None] = lambda: None) -> None:
+def install(ensure_usable: Callable[[Any], None] = lambda config: None) -> None:
     kv_connector_option.install("lifetime", ensure_usable)
 
 
@@ -168,14 +168,17 @@ def test_every_api_server_process_gets_the_same_engine_id() -> None:
 
 
 def test_an_unsupported_vllm_is_refused_only_for_the_connector() -> None:
-    def refuse() -> None:
+    def refuse(config: Any) -> None:
         raise UnsupportedVllmError("no seam")
 
     install(refuse)
     assert configure() is None
     assert configure("--kv-connector", "ExampleConnector").kv_connector == "ExampleConnector"
-    with pytest.raises(UnsupportedVllmError, match="no seam"):
+    with pytest.raises(SystemExit, match="no seam"):
         configure("--kv-connector", "lifetime")
+    engine_args = EngineArgs(kv_transfer_config=KVTransferConfig(kv_connector="lifetime", kv_role="kv_both"))
+    with pytest.raises(UnsupportedVllmError, match="no seam"):
+        engine_args.create_engine_config()
 
 
 def test_installing_twice_adds_one_option() -> None:
