@@ -60,9 +60,7 @@ class LifetimeBlockPool(BlockPool):
         kv_cache_group_id: int,
         **kwargs: Any,
     ) -> None:
-        super().cache_full_blocks(
-            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, **kwargs
-        )
+        super().cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, **kwargs)
         if self.listener is not None and num_cached_blocks < num_full_blocks:
             self.listener.on_blocks_cached(request, kv_cache_group_id, blocks, num_cached_blocks, num_full_blocks)
 
@@ -91,11 +89,16 @@ class LifetimeBlockPool(BlockPool):
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        if len(blocks) < 4:
-            super().touch(blocks)
+        collector = self.metrics_collector
+        if len(blocks) == 1:
+            block = blocks[0]
+            if block.ref_cnt == 0 and not block.is_null:
+                self.free_list.remove(block)
+            block.ref_cnt += 1
+            if collector:
+                collector.on_block_accessed(block)
             return
         free = []
-        collector = self.metrics_collector
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
                 free.append(block)

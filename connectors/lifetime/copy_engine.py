@@ -8,6 +8,7 @@ Worker process. `CopyQueue` and the submit calls belong to the main thread.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,7 +94,7 @@ class PageCopyWorker(OffloadingWorker):
         self.slots = np.empty((num_slots, sum(words)), dtype=np.int64)
         self.slots.fill(0)
         offsets = np.cumsum([0, *words])
-        self._columns = [self.slots[:, start:end] for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+        self._columns = [self.slots[:, start:end] for start, end in itertools.pairwise(offsets)]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lifetime-copy")
         self._running: dict[int, Future[float]] = {}
 
@@ -141,9 +142,7 @@ class PageCopyWorker(OffloadingWorker):
             error = future.exception()
             if error is not None:
                 logger.error("a KV page copy failed: %r", error)
-            results.append(
-                TransferResult(job_id, error is None, transfer_time=None if error is not None else future.result())
-            )
+            results.append(TransferResult(job_id, error is None, transfer_time=None if error is not None else future.result()))
         return results
 
     def wait(self, job_ids: set[int]) -> None:

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm_lifetime.connectors.lifetime.copy_engine import CopyQueue
 from vllm_lifetime.flash import FlashDevice
 
-__all__ = ["FlashTransfers", "Finished"]
+__all__ = ["Finished", "FlashTransfers"]
 
 logger = init_logger(__name__)
 
@@ -124,9 +124,7 @@ class FlashTransfers:
 
         return self._copies.store(block_ids[:count], staging, copied)
 
-    def demote(
-        self, host_slots: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes], finished: Finished
-    ) -> None:
+    def demote(self, host_slots: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes], finished: Finished) -> None:
         """Write host slots to flash slots."""
         self._write(host_slots, flash_slots, keys, [], finished)
 
@@ -223,9 +221,7 @@ class FlashTransfers:
         finished: Finished,
     ) -> None:
         shares = self._shares(0, len(sources))
-        writes = [
-            self._threads.submit(self._write_some, sources[i:j], flash_slots[i:j], keys[i:j]) for i, j in shares
-        ]
+        writes = [self._threads.submit(self._write_some, sources[i:j], flash_slots[i:j], keys[i:j]) for i, j in shares]
         self._writing.append((writes, [j - i for i, j in shares], flash_slots, staging, finished))
 
     def _written(
@@ -284,8 +280,7 @@ class FlashTransfers:
     def _write_some(self, sources: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
         pages = self._copies.host_pages
         return [
-            self._device.write(slot, key, pages(source))
-            for source, slot, key in zip(sources, flash_slots, keys, strict=True)
+            self._device.write(slot, key, pages(source)) for source, slot, key in zip(sources, flash_slots, keys, strict=True)
         ]
 
     def shutdown(self) -> None:

@@ -31,9 +31,7 @@ class LifetimeOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host_bytes: Bytes = Field(
-        default=0, description="Host memory for KV blocks below HBM, in bytes. 0: no host tier."
-    )
+    host_bytes: Bytes = Field(default=0, description="Host memory for KV blocks below HBM, in bytes. 0: no host tier.")
     flash_path: Path | None = Field(
         default=None,
         description="File that emulates High-Bandwidth Flash. Rank and data-parallel index are appended to its name where "
@@ -123,8 +121,8 @@ def _check_memory(options: LifetimeOptions) -> None:
         pass
     if wanted > available:
         raise OptionsError(
-            f"host_bytes = {options.host_bytes} does not fit: {wanted} bytes would be allocated (host tier and flash staging) and "
-            f"{available} are available. Lower host_bytes."
+            f"host_bytes = {options.host_bytes} does not fit: {wanted} bytes would be allocated (host tier and flash "
+            f"staging) and {available} are available. Lower host_bytes."
         )
 
 

@@ -92,9 +92,7 @@ def _register_connector() -> None:
     require(isinstance(registry, dict), "KVConnectorFactory has no registry")
     assert registry is not None
     if CONNECTOR not in registry:
-        KVConnectorFactory.register_connector(
-            CONNECTOR, "vllm_lifetime.connectors.lifetime.connector", "LifetimeConnector"
-        )
+        KVConnectorFactory.register_connector(CONNECTOR, "vllm_lifetime.connectors.lifetime.connector", "LifetimeConnector")
 
 
 def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:

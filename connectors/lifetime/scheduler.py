@@ -25,7 +25,7 @@ from vllm_lifetime.connectors.lifetime.metadata import (
     LifetimeMetadata,
     LifetimeWorkerMetadata,
 )
-from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
+from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError
 from vllm_lifetime.lifecycle import Lease, Lifecycle
 from vllm_lifetime.policy.cost import LoadPolicy
 from vllm_lifetime.policy.demotion import next_to_demote
@@ -95,6 +95,11 @@ class LifetimeScheduler:
         self.recorder = stats.Recorder()
         self._load_policy = LoadPolicy(always=options.load_policy == "always")
         num_host_slots = options.host_bytes // layout.block_bytes if layout.can_offload else 0
+        if options.host_bytes and layout.can_offload and not num_host_slots:
+            raise OptionsError(
+                f"host_bytes = {options.host_bytes} is less than one KV block of this model, {layout.block_bytes} bytes. Raise it, "
+                "or set it to 0 for no host tier."
+            )
         self.host = SlotTier("host", HOST, num_host_slots, self._on_slot_evicted)
         self.flash = SlotTier("flash", FLASH, 0, self._on_slot_evicted)
         self.jobs = TransferJobs(self.host, self.flash, self._run_of_block, self._world_size)

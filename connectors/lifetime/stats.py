@@ -37,8 +37,8 @@ TIER_BLOCKS = Metric(
     "tier_blocks",
     Gauge,
     ("tier", "state"),
-    "Blocks of a tier by state. used: referenced, or readable and live. free: empty or retired. retired: the part of free that is "
-    "still readable. capacity = used + free.",
+    "Blocks of a tier by state. used: referenced, or readable and live. free: empty or retired. retired: the part of free "
+    "that is still readable. capacity = used + free.",
 )
 BYTES_READ = Metric("bytes_read", PromCounter, ("tier",), "KV bytes read from a tier below HBM.")
 BYTES_WRITTEN = Metric("bytes_written", PromCounter, ("tier",), "KV bytes written to a tier below HBM.")
@@ -57,9 +57,7 @@ LOADS = Metric(
     "Loads by outcome. done, failed (some block did not verify or could not be read), late (missed its deadline), skipped_slower "
     "(recomputing was expected to be faster), skipped_no_room (the whole request did not fit).",
 )
-RECOMPUTED_BLOCKS = Metric(
-    "recomputed_blocks", PromCounter, (), "Blocks that a failed or late load left to be recomputed."
-)
+RECOMPUTED_BLOCKS = Metric("recomputed_blocks", PromCounter, (), "Blocks that a failed or late load left to be recomputed.")
 REUSE_GAP = Metric(
     "eviction_to_reuse_seconds",
     Histogram,

@@ -183,9 +183,7 @@ class LifetimeWorker:
                 order.flash_keys,
                 order.flash_block_ids,
                 now + order.deadline_s,
-                lambda failed, late, seconds: self._load_part_done(
-                    running, {num_host + i for i in failed}, late, seconds
-                ),
+                lambda failed, late, seconds: self._load_part_done(running, {num_host + i for i in failed}, late, seconds),
             )
 
     def _fail_load(self, order: Load) -> None:

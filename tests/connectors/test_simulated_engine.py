@@ -72,7 +72,9 @@ def random_workload(engine: SimulatedEngine, seed: int, steps: int, abort: float
 
 @pytest.mark.parametrize("host,flash", [(20, 250), (20, 0), (0, 250), (0, 0), (3, 5)])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_wrong_kv_under_random_load(make_engine: Callable[..., SimulatedEngine], tmp_path: Path, host: int, flash: int, seed: int) -> None:
+def test_no_wrong_kv_under_random_load(
+    make_engine: Callable[..., SimulatedEngine], tmp_path: Path, host: int, flash: int, seed: int
+) -> None:
     """Concurrency, eviction, preemption, aborts, boundaries and resets at once."""
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash))
     random_workload(engine, seed, 700)
@@ -88,7 +90,9 @@ def test_the_check_can_fail(make_engine: Callable[..., SimulatedEngine], tmp_pat
 
 
 @pytest.mark.parametrize("host,flash", [(100, 0), (0, 250), (8, 250)])
-def test_evicted_blocks_come_back(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int) -> None:
+def test_evicted_blocks_come_back(
+    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int
+) -> None:
     """Host only, flash only, and through both: nearly all of an evicted prompt is loaded, not computed."""
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash))
     fill(engine, range(5))
@@ -185,7 +189,9 @@ def test_truncated_flash_file_is_survived(make_engine: Callable[..., SimulatedEn
     random_workload(engine, 1, 200)
 
 
-def test_a_load_that_hangs_is_given_up(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_hangs_is_given_up(
+    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R3: past its deadline a load is recomputed; the late read writes nowhere near the request's blocks."""
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=0, flash=250, load_deadline_s=0.05))
     fill(engine, range(8))
@@ -312,7 +318,9 @@ def test_session_end_retires_only_that_session(make_engine: Callable[..., Simula
     assert (usage.retired, usage.used) == (10, 10)
 
 
-def test_retired_blocks_are_evicted_first_and_never_copied_down(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+def test_retired_blocks_are_evicted_first_and_never_copied_down(
+    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path
+) -> None:
     """An ended workflow's blocks make room, though they are more recent; not one of their bytes is written."""
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=100, flash=0, demote_ahead_blocks=10))
     serve(engine, "old", prompt(1, 160), metadata={"workflow_id": "old"}, max_tokens=1)
@@ -327,7 +335,7 @@ def test_retired_blocks_are_evicted_first_and_never_copied_down(make_engine: Cal
 
 
 def test_a_boundary_waits_for_a_running_request(make_engine: Callable[..., SimulatedEngine]) -> None:
-    """The end arrives while a request of the workflow runs: it goes on undisturbed, and its blocks are retired when it is over."""
+    """The end arrives while a request of the workflow runs: it goes on undisturbed; its blocks retire when it is over."""
     engine = make_engine(NUM_BLOCKS, {})
     engine.add("r", prompt(1, 320), max_tokens=60, metadata={"workflow_id": "w"})
     for _ in range(4):
@@ -357,7 +365,9 @@ def test_unusable_metadata_costs_only_the_hint(make_engine: Callable[..., Simula
     assert counters(engine)["bad_metadata"] == 1
 
 
-def test_a_slow_tier_is_bypassed(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tier_is_bypassed(
+    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R40: once loads are measured to take longer than recomputing, they are skipped."""
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=0, flash=250, load_policy="measured"))
     fill(engine, range(8))

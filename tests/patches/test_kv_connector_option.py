@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -176,7 +177,8 @@ def test_an_unsupported_vllm_is_refused_only_for_the_connector() -> None:
     assert configure("--kv-connector", "ExampleConnector").kv_connector == "ExampleConnector"
     with pytest.raises(SystemExit, match="no seam"):
         configure("--kv-connector", "lifetime")
-    engine_args = EngineArgs(kv_transfer_config=KVTransferConfig(kv_connector="lifetime", kv_role="kv_both"))
+    config = importlib.import_module("vllm.config").KVTransferConfig(kv_connector="lifetime", kv_role="kv_both")
+    engine_args = EngineArgs(kv_transfer_config=config)
     with pytest.raises(UnsupportedVllmError, match="no seam"):
         engine_args.create_engine_config()
 

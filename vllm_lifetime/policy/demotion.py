@@ -15,9 +15,7 @@ __all__ = ["next_to_demote"]
 Block = TypeVar("Block", bound=FreeBlock)
 
 
-def next_to_demote(
-    free_list: TierFreeList[Block], ahead: int, limit: int, needs_copy: Callable[[Block], bool]
-) -> list[Block]:
+def next_to_demote(free_list: TierFreeList[Block], ahead: int, limit: int, needs_copy: Callable[[Block], bool]) -> list[Block]:
     """At most `limit` of the free blocks within `ahead` evictions that still need a copy, the next victim first.
 
     Empty and retired blocks go before any of them, and so shorten the way. O(ahead) at worst, nothing if they cover `ahead`.

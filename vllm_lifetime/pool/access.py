@@ -75,7 +75,7 @@ class AccessTable:
         """The blocks of `path` up to `end` have got their hashes: put the new ones into runs.
 
         A block whose content is known already (in another HBM block, or in a copy below) joins that run. Others extend the path's
-        tail if it is private to the reader, or start a run. Blocks without a hash (a sliding window's null blocks) are passed over.
+        tail if it is private to the reader, or start a run. Blocks without a hash (a sliding window's null ones) are passed over.
         """
         reader = path.reader
         for index in range(path.num_seen, end):

@@ -253,24 +253,44 @@ class TierFreeList(Generic[Block]):
     def append_n(self, blocks: Sequence[Block]) -> None:
         """Give back blocks that have a hash, each as the most recently used of its rank so far."""
         run_of = self.run_of
-        ring: _Ring = self._active
-        last = ring.prev_free_block
-        rest = iter(blocks)
-        for block in rest:
+        # Blocks of one run that follow one another, or of none, go between `place` and `after`.
+        open_run: Run | None = None
+        node: _RunNode | None = None
+        after: _Ring = self._active
+        place = after.prev_free_block
+        count = after_depth = depth = 0
+        for block in blocks:
             run = run_of[block.block_id]
-            if run is None:
-                block.prev_free_block = last
-                last.next_free_block = block  # type: ignore[assignment]
-                last = block  # type: ignore[assignment]
-            else:
-                last.next_free_block = ring
-                ring.prev_free_block = last
-                self._append_with_runs(block, run, rest)
-                last = ring.prev_free_block
-        last.next_free_block = ring
-        ring.prev_free_block = last
+            if run is not None:
+                block_depth = block.block_hash_num_tokens or 0
+                if run is not open_run or not after_depth <= block_depth <= depth:
+                    place.next_free_block = after
+                    after.prev_free_block = place
+                    if node is not None:
+                        self._grow(node, count, place)
+                    open_run, count = run, 0
+                    node = self._node_of(run)
+                    after = self._place_in_chain(node, block_depth)
+                    after_depth = 0 if after is node.chain else after.block_hash_num_tokens or 0  # type: ignore[attr-defined]
+                    place = after.prev_free_block
+                depth = block_depth
+                count += 1
+            elif node is not None:
+                place.next_free_block = after
+                after.prev_free_block = place
+                self._grow(node, count, place)
+                open_run = node = None
+                after = self._active
+                place = after.prev_free_block
+            block.prev_free_block = place
+            place.next_free_block = block  # type: ignore[assignment]
+            place = block  # type: ignore[assignment]
+        place.next_free_block = after
+        after.prev_free_block = place
+        if node is not None:
+            self._grow(node, count, place)
         self.num_free_blocks += len(blocks)
-        if not self._active.is_queued and not ring.is_empty():
+        if not self._active.is_queued and not self._active.is_empty():
             self._enqueue(self._active)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:
@@ -459,60 +479,11 @@ class TierFreeList(Generic[Block]):
         bucket.is_queued = True
         heapq.heappush(self._ranks, bucket.rank)
 
-    def _append_with_runs(self, block: Block, run: Run, rest: Iterator[Block]) -> None:
-        """Append `block`, of `run`, and all of `rest`. Blocks of one run that follow one another cost little more than in vLLM."""
-        run_of = self.run_of
-        while True:
-            node = run.nodes[self.tier]
-            if not isinstance(node, _RunNode):
-                node = run.nodes[self.tier] = _RunNode(run)
-            depth = block.block_hash_num_tokens or 0
-            after = self._place_in_chain(node, depth)
-            place = after.prev_free_block
-            # `after` stays while what is appended belongs between `place` and it.
-            after_depth = 0 if after is node.chain else after.block_hash_num_tokens or 0  # type: ignore[attr-defined]
-            count = 0
-            other: Run | None = run
-            while True:
-                block.prev_free_block = place
-                place.next_free_block = block  # type: ignore[assignment]
-                place = block  # type: ignore[assignment]
-                count += 1
-                place_depth = depth
-                following = next(rest, None)
-                if following is None:
-                    break
-                block = following
-                other = run_of[block.block_id]
-                if other is not run:
-                    break
-                depth = block.block_hash_num_tokens or 0
-                if not after_depth <= depth <= place_depth:
-                    break
-            place.next_free_block = after
-            after.prev_free_block = place
-            self._grow(node, count, place)
-            if following is None:
-                return
-            if other is None:
-                self._append_single(block)
-                for block in rest:
-                    other = run_of[block.block_id]
-                    if other is not None:
-                        break
-                    self._append_single(block)
-                else:
-                    return
-            run = other
-
-    def _append_single(self, block: Block) -> None:
-        """Link a block of no run."""
-        ring = self._active
-        last = ring.prev_free_block
-        block.prev_free_block = last
-        block.next_free_block = ring
-        last.next_free_block = block  # type: ignore[assignment]
-        ring.prev_free_block = block  # type: ignore[assignment]
+    def _node_of(self, run: Run) -> _RunNode:
+        node = run.nodes[self.tier]
+        if not isinstance(node, _RunNode):
+            node = run.nodes[self.tier] = _RunNode(run)
+        return node
 
     def _grow(self, node: _RunNode, count: int, last: _Ring) -> None:
         """`count` blocks have come to `node`'s chain, `last` as the last: it is the most recently freed of its bucket now."""

@@ -80,7 +80,7 @@ class Run:
         if self.has_unknown_reader:
             return False
         if not reader.is_live:
-            return not self.readers
+            return not self.readers and self.is_retired
         return len(self.readers) == 1 and reader in self.readers
 
     def add_reader(self, reader: Reader) -> None:
@@ -124,8 +124,4 @@ class Run:
                     reader.on_last_run_gone()
 
     def __repr__(self) -> str:
-        return (
-            f"Run([{self.start}, {self.end}), rank={self.rank}, readers={len(self.readers)}, "
-            f"blocks={self.num_blocks})"
-        )
-
+        return f"Run([{self.start}, {self.end}), rank={self.rank}, readers={len(self.readers)}, blocks={self.num_blocks})"

@@ -62,9 +62,7 @@ class SlotTier:
 
     """
 
-    def __init__(
-        self, name: str, tier: int, num_slots: int, on_evict: Callable[[Slot], None] | None = None
-    ) -> None:
+    def __init__(self, name: str, tier: int, num_slots: int, on_evict: Callable[[Slot], None] | None = None) -> None:
         self.name = name
         self.tier = tier
         self.slots = [Slot(i) for i in range(num_slots)]

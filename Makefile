@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# Needs make, Python 3.11 or newer and a package index; everything else is made here. `make help` lists it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help venv test lint pytest demo test-compat seams clean
+.DEFAULT_GOAL := help
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: ## .venv with vLLM 0.32 for CPUs, the tools and this package
+	@$(PYTHON) scripts/setup_venv.py $(VENV) requirements/cpu-0.32.txt requirements/dev.txt
+
+test: lint pytest ## lint, types and all tests
+
+pytest: venv
+	$(BIN)/python -m pytest -q
+
+lint: venv ## ruff and mypy
+	$(BIN)/ruff check .
+	@# The sources lie where pyproject.toml's package-dir says; mypy needs them where they are imported.
+	@rm -rf build/types && mkdir -p build/types/vllm_lifetime
+	@ln -sfn $(addprefix ../../../,$(wildcard vllm_lifetime/*) connectors patches) build/types/vllm_lifetime/
+	$(BIN)/mypy build/types/vllm_lifetime scripts
+
+demo: venv ## the demonstration, with its figures
+	$(BIN)/python -m benchmarks.demo
+
+test-compat: ## end-to-end tests on vLLM 0.31, in .venv-0.31
+	@$(PYTHON) scripts/setup_venv.py .venv-0.31 requirements/cpu-0.31.txt requirements/dev.txt
+	.venv-0.31/bin/python -m pytest -q tests/e2e
+
+seams: venv ## look for every seam of scripts/seams.py in the vLLM of .venv
+	$(BIN)/python -m scripts.check_seams
+
+clean: ## remove what was made, environments included
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The places in vLLM that this package stands on: data for `check_seams.py`, nothing else.
+
+To add one, append a `Seam` to the group that uses it. `path` is relative to the package `vllm`; `name` is
+`Class.member`, `Class` or `function`. Say what we do with it: what we `CALL` may take further optional
+parameters without harm, what we `OVERRIDE` may not, because vLLM may pass them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Use(StrEnum):
+    """What this package does with a seam."""
+
+    CALL = "call"
+    OVERRIDE = "override"
+    REPLACE = "replace"
+    READ = "read"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One thing that must be there, and the shape it must have."""
+
+    path: str
+    name: str
+    use: Use
+    parameters: tuple[str, ...] | None = None
+    """Parameter names without self or cls; None where the seam is no function or they do not matter."""
+    kind: str = ""
+    """`staticmethod`, `classmethod`, `property`, `async`, or empty for none of these."""
+    pattern: str = ""
+    """Regular expression that must match the file's text; `name` is then only a label."""
+    without: str = ""
+    """What this package does where the seam is missing or changed; empty: it cannot work there."""
+
+
+_CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py"
+_POOL = "v1/core/block_pool.py"
+_CACHE_UTILS = "v1/core/kv_cache_utils.py"
+_OFFLOAD = "v1/kv_offload/base.py"
+
+
+def _methods(path: str, owner: str, use: Use, table: dict[str, str], kind: str = "") -> list[Seam]:
+    """Return seams for methods of one class, each with its parameters written `a, b, *c`."""
+    return [
+        Seam(path, f"{owner}.{name}", use, tuple(p for p in text.split(", ") if p), kind)
+        for name, text in table.items()
+    ]
+
+
+def _attributes(path: str, owner: str, *names: str) -> list[Seam]:
+    """Return seams for fields, attributes and properties of one class that are read."""
+    return [Seam(path, f"{owner}.{name}", Use.READ) for name in names]
+
+
+_KVCONNECTOR_GROUP = [
+    Seam(
+        "distributed/kv_transfer/kv_connector/factory.py",
+        "KVConnectorFactory.register_connector",
+        Use.CALL,
+        ("name", "module_path", "class_name"),
+        "classmethod",
+    ),
+    *_methods(
+        _CONNECTOR,
+        "KVConnectorBase_V1",
+        Use.OVERRIDE,
+        {
+            "__init__": "vllm_config, role, kv_cache_config",
+            "bind_gpu_block_pool": "gpu_block_pool",
+            "bind_kv_cache_manager": "kv_cache_manager",
+            "get_num_new_matched_tokens": "request, num_computed_tokens",
+            "update_state_after_alloc": "request, blocks, num_external_tokens",
+            "build_connector_meta": "scheduler_output",
+            "update_connector_output": "connector_output",
+            "on_new_request": "request",
+            "request_finished": "request, block_ids",
+            "has_pending_push_work": "",
+            "reset_cache": "",
+            "take_events": "",
+            "register_kv_caches": "kv_caches",
+            "handle_preemptions": "kv_connector_metadata",
+            "start_load_kv": "forward_context, **kwargs",
+            "wait_for_layer_load": "layer_name",
+            "save_kv_layer": "layer_name, kv_layer, attn_metadata, **kwargs",
+            "wait_for_save": "",
+            "get_finished": "finished_req_ids",
+            "get_block_ids_with_load_errors": "",
+            "build_connector_worker_meta": "",
+            "get_kv_connector_stats": "",
+            "get_handshake_metadata": "",
+            "set_xfer_handshake_metadata": "metadata",
+            "get_mem_pool_context": "",
+            "shutdown": "",
+        },
+    ),
+    *_methods(_CONNECTOR, "KVConnectorBase_V1", Use.OVERRIDE, {"requires_kv_delivery": ""}, "property"),
+    *_methods(
+        _CONNECTOR,
+        "KVConnectorBase_V1",
+        Use.OVERRIDE,
+        {
+            "build_kv_connector_stats": "data",
+            "build_prom_metrics": "vllm_config, metric_types, labelnames, per_engine_labelvalues",
+        },
+        "classmethod",
+    ),
+    *_methods(
+        _CONNECTOR,
+        "SupportsHMA",
+        Use.OVERRIDE,
+        {"request_finished_all_groups": "request, block_ids"},
+    ),
+    *_methods(_CONNECTOR, "KVConnectorWorkerMetadata", Use.OVERRIDE, {"aggregate": "other"}),
+    *[
+        Seam("distributed/kv_transfer/kv_connector/v1/metrics.py", name, Use.OVERRIDE)
+        for name in ("KVConnectorStats", "KVConnectorPromMetrics")
+    ],
+    *_attributes("v1/outputs.py", "KVConnectorOutput", "kv_connector_worker_meta", "invalid_block_ids"),
+    *_attributes("v1/core/sched/output.py", "SchedulerOutput", "preempted_req_ids"),
+    *_attributes(
+        "v1/request.py",
+        "Request",
+        "kv_transfer_params",
+        "session_id",
+        "block_hashes",
+        "num_computed_tokens",
+    ),
+    *_attributes(
+        "config/kv_transfer.py",
+        "KVTransferConfig",
+        "kv_connector",
+        "kv_role",
+        "kv_connector_extra_config",
+        "kv_load_failure_policy",
+    ),
+]
+
+_BLOCK_POOL_GROUP = [
+    Seam(
+        "v1/core/kv_cache_coordinator.py",
+        "builds BlockPool by its module's global",
+        Use.REPLACE,
+        pattern=r"^from vllm\.v1\.core\.block_pool import BlockPool$"
+        r"[\s\S]*^        self\.block_pool = BlockPool\($",
+    ),
+    Seam(
+        _POOL,
+        "BlockPool.__init__",
+        Use.OVERRIDE,
+        (
+            "num_gpu_blocks",
+            "enable_caching",
+            "hash_block_size",
+            "enable_kv_cache_events",
+            "metrics_collector",
+            "medium",
+        ),
+        without="our pool passes on whatever arguments it is given",
+    ),
+    *_methods(
+        _POOL,
+        "BlockPool",
+        Use.OVERRIDE,
+        {
+            "get_new_blocks": "num_blocks",
+            "touch": "blocks",
+            "free_blocks": "ordered_blocks",
+            "unpin_blocks": "blocks, on_reuse",
+            "cache_full_blocks": "request, blocks, num_cached_blocks, num_full_blocks, block_size, "
+            "kv_cache_group_id, block_mask",
+            "_maybe_evict_cached_block": "block",
+            "evict_blocks": "block_ids",
+            "reset_prefix_cache": "",
+            "get_num_free_blocks": "",
+        },
+    ),
+    *_methods(
+        _POOL,
+        "BlockPool",
+        Use.CALL,
+        {
+            "get_cached_block": "block_hash, kv_cache_group_ids",
+            "_notify_reuse": "blocks",
+            "_insert_block_hash": "block_hash_with_group_id, block, num_tokens",
+        },
+    ),
+    *_attributes(
+        _POOL,
+        "BlockPool",
+        "free_block_queue",
+        "null_block",
+        "blocks",
+        "cached_block_hash_to_block",
+        "metrics_collector",
+        "_reuse_watchers",
+    ),
+    Seam(_POOL, "BlockHashToBlockMap.get_one_block", Use.CALL, ("key",)),
+    Seam(_CACHE_UTILS, "make_block_hash_with_group_id", Use.CALL, ("block_hash", "group_id")),
+    *_methods(
+        _CACHE_UTILS,
+        "FreeKVCacheBlockQueue",
+        Use.REPLACE,
+        {
+            "__init__": "blocks",
+            "popleft": "",
+            "popleft_n": "n",
+            "remove": "block",
+            "append": "block",
+            "append_n": "blocks",
+            "prepend_n": "blocks",
+            "get_all_free_blocks": "",
+            "iter_blocks_after": "cursor",
+        },
+    ),
+    *_attributes(_CACHE_UTILS, "FreeKVCacheBlockQueue", "num_free_blocks"),
+    Seam(
+        _CACHE_UTILS,
+        "KVCacheBlock is a dataclass with slots",
+        Use.READ,
+        pattern=r"^@dataclass\(slots=True\)\nclass KVCacheBlock:$",
+    ),
+    *_attributes(
+        _CACHE_UTILS,
+        "KVCacheBlock",
+        "block_id",
+        "ref_cnt",
+        "_block_hash",
+        "block_hash",
+        "prev_free_block",
+        "next_free_block",
+        "is_null",
+    ),
+    Seam(_CACHE_UTILS, "init_none_hash", Use.CALL, ("hash_fn",)),
+    Seam(_CACHE_UTILS, "resolve_none_hash_seed", Use.CALL, ("hash_fn",)),
+    Seam(_CACHE_UTILS, "_NON_CRYPTO_HASH_FUNCTIONS", Use.READ),
+    Seam("utils/hashing.py", "get_hash_fn_by_name", Use.CALL, ("hash_fn_name",)),
+    Seam(_CACHE_UTILS, "get_none_hash_seed", Use.CALL, ()),
+]
+
+_COPIES_GROUP = [
+    *_methods(
+        _OFFLOAD,
+        "OffloadingWorker",
+        Use.OVERRIDE,
+        {
+            "submit_store": "job_id, src_spec, dst_spec",
+            "get_finished": "",
+            "wait": "job_ids",
+            "shutdown": "",
+        },
+    ),
+    Seam(
+        _OFFLOAD,
+        "OffloadingWorker.submit_load",
+        Use.OVERRIDE,
+        ("job_id", "src_spec", "dst_spec"),
+        without="0.33's `expedited` is optional and only vLLM's own OffloadingConnector passes it",
+    ),
+    *_attributes(_OFFLOAD, "CanonicalKVCaches", "tensors", "group_data_refs"),
+    *_attributes(_OFFLOAD, "CanonicalKVCacheTensor", "tensor", "page_size_bytes"),
+    *_attributes(_OFFLOAD, "CanonicalKVCacheRef", "tensor_idx", "page_size_bytes"),
+    Seam(
+        _OFFLOAD,
+        "GPULoadStoreSpec.__init__",
+        Use.CALL,
+        ("block_ids", "group_sizes", "block_indices"),
+    ),
+    *_attributes(_OFFLOAD, "TransferResult", "job_id", "success"),
+    *_methods("v1/kv_offload/cpu/common.py", "CPULoadStoreSpec", Use.READ, {"chunk_ids": ""}, "property"),
+    Seam(
+        "v1/kv_offload/cpu/gpu_worker.py",
+        "CPUOffloadingWorker.__init__",
+        Use.CALL,
+        ("kv_caches", "blocks_per_chunk", "num_cpu_chunks"),
+    ),
+    *_attributes("v1/kv_offload/cpu/gpu_worker.py", "CPUOffloadingWorker", "_load_handler"),
+    *_attributes("v1/kv_offload/cpu/gpu_worker.py", "SingleDirectionOffloadingHandler", "src_tensors"),
+    Seam(
+        "distributed/kv_transfer/kv_connector/v1/offloading/worker.py",
+        "OffloadingConnectorWorker.register_kv_caches",
+        Use.CALL,
+        ("kv_caches",),
+    ),
+    Seam(
+        "distributed/kv_transfer/kv_connector/v1/offloading/worker.py",
+        "OffloadingConnectorWorker._init_worker",
+        Use.OVERRIDE,
+        ("kv_caches",),
+    ),
+]
+
+_CONTROL_GROUP = [
+    Seam("plugins/__init__.py", "load_general_plugins", Use.READ, ()),
+    Seam("engine/arg_utils.py", "EngineArgs.add_cli_args", Use.REPLACE, ("parser",), "staticmethod"),
+    Seam("engine/arg_utils.py", "EngineArgs.from_cli_args", Use.REPLACE, ("args",), "classmethod"),
+    Seam(
+        "engine/arg_utils.py",
+        "EngineArgs.create_engine_config",
+        Use.REPLACE,
+        ("usage_context", "headless"),
+        without="the patch passes on whatever arguments it is given",
+    ),
+    *_attributes("engine/arg_utils.py", "EngineArgs", "kv_transfer_config", "kv_offloading_size"),
+    Seam(
+        "engine/arg_utils.py",
+        "plugins load before the options are parsed",
+        Use.READ,
+        pattern=r"class AsyncEngineArgs[\s\S]*def add_cli_args\([\s\S]*load_general_plugins\(\)"
+        r"[\s\S]*EngineArgs\.add_cli_args\(parser\)",
+    ),
+    Seam(
+        "v1/engine/core.py",
+        "EngineCore loads plugins, calls utilities by getattr",
+        Use.READ,
+        pattern=r"load_general_plugins\(\)[\s\S]*getattr\(self, method_name\)",
+    ),
+    Seam("v1/engine/core.py", "EngineCoreProc._handle_client_request", Use.READ, ("request_type", "request")),
+    Seam("v1/core/sched/interface.py", "SchedulerInterface.get_kv_connector", Use.CALL, ()),
+    Seam("v1/core/sched/scheduler.py", "Scheduler.get_kv_connector", Use.CALL, ()),
+    Seam(
+        "v1/engine/core_client.py",
+        "AsyncMPClient.call_utility_async",
+        Use.CALL,
+        ("method", "*args"),
+        "async",
+    ),
+    Seam(
+        "v1/engine/core_client.py",
+        "AsyncMPClient.call_utility_all_async",
+        Use.CALL,
+        ("method", "*args"),
+        "async",
+        without="the event goes to each of `core_engines` by `_call_utility_async`",
+    ),
+    Seam(
+        "v1/engine/core_client.py",
+        "AsyncMPClient._call_utility_async",
+        Use.CALL,
+        ("method", "*args", "engine"),
+        "async",
+    ),
+    *_attributes("v1/engine/core_client.py", "MPClient", "core_engines"),
+    *_attributes("v1/engine/async_llm.py", "AsyncLLM", "engine_core", "vllm_config"),
+    Seam("plugins/__init__.py", "load_endpoint_plugins", Use.REPLACE, ("supported_tasks",)),
+    Seam(
+        "plugins/endpoint_plugins/interface.py",
+        "attach_endpoint_plugins looks load_endpoint_plugins up at each call",
+        Use.READ,
+        pattern=r"^def attach_endpoint_plugins\([\s\S]*^    from vllm\.plugins import load_endpoint_plugins$"
+        r"[\s\S]*plugin\.attach_router\(app\)",
+    ),
+    *_methods(
+        "plugins/endpoint_plugins/interface.py",
+        "EndpointPlugin",
+        Use.OVERRIDE,
+        {"attach_router": "app"},
+    ),
+    Seam(
+        "plugins/endpoint_plugins/interface.py",
+        "EndpointPlugin.init_state",
+        Use.OVERRIDE,
+        ("engine_client", "state", "args"),
+        "async",
+    ),
+    Seam(
+        "entrypoints/launchers/app.py",
+        "build_app",
+        Use.READ,
+        ("args", "supported_tasks", "model_config"),
+    ),
+    Seam(
+        "entrypoints/launchers/app.py",
+        "build_app attaches endpoint plugins",
+        Use.READ,
+        pattern=r"attach_endpoint_plugins\(app, supported_tasks\)",
+    ),
+    Seam("entrypoints/cli/main.py", "main", Use.CALL, ()),
+    Seam(
+        "entrypoints/cli/main.py",
+        "asks for the version of the distribution vllm",
+        Use.READ,
+        pattern=r'importlib\.metadata\.version\("vllm"\)',
+    ),
+]
+
+GROUPS: dict[str, list[Seam]] = {
+    "Connector": _KVCONNECTOR_GROUP,
+    "Block pool": _BLOCK_POOL_GROUP,
+    "Copies": _COPIES_GROUP,
+    "Start and control": _CONTROL_GROUP,
+}
