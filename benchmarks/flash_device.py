@@ -48,8 +48,9 @@ def main() -> None:
                     threads,
                     working_set=arguments.working_set_mib * MIB,
                     repeats=arguments.repeats,
+                    is_cold=arguments.cache == "cold",
                 )
-    Console().print(as_table(rows))
+    Console().print(as_table(rows, arguments.cache))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -62,6 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--working-set-mib", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--cache", choices=("warm", "cold"), default="warm", help="page cache; see above")
     parser.add_argument("--json", help="also write the figures to this file")
     return parser.parse_args()
 
@@ -74,6 +76,7 @@ def measure(
     *,
     working_set: int,
     repeats: int,
+    is_cold: bool,
 ) -> list[dict[str, Any]]:
     """Rows for write and read of one configuration."""
     num_slots = working_set // slot_bytes
@@ -99,6 +102,21 @@ def measure(
         plain = os.open(f"{folder}/plain", os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(plain, 0, num_slots * slot_bytes)
         device = FlashDevice.open(f"{folder}/device", geometry, size_bytes=file_bytes, persist=False)
+
+        device_file = os.open(f"{folder}/device", os.O_RDWR)
+        files = {"plain": plain, "device": device_file}
+
+        def sync(name: str) -> None:
+            if is_cold:
+                os.fdatasync(files[name])
+
+        def empty_cache(name: str) -> None:
+            if is_cold:
+                os.fdatasync(files[name])
+                os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def nothing(name: str) -> None:
+            pass
 
         def pages_of(slot: int) -> list[np.ndarray]:
             return pages_of_pool[slot % slots_in_pool]
@@ -133,13 +151,16 @@ def measure(
                     num_slots * slot_bytes,
                     threads,
                     repeats,
+                    before,
+                    after,
                 )
-                for operation, contestants in (
-                    ("write", {"plain": plain_write, "device": device_write}),
-                    ("read", {"plain": plain_read, "device": device_read}),
+                for operation, contestants, before, after in (
+                    ("write", {"plain": plain_write, "device": device_write}, nothing, sync),
+                    ("read", {"plain": plain_read, "device": device_read}, empty_cache, nothing),
                 )
             ]
         finally:
+            os.close(device_file)
             device.close()
             os.close(plain)
 
@@ -151,15 +172,24 @@ def compare(
     total_bytes: int,
     threads: int,
     repeats: int,
+    before: Callable[[str], None],
+    after: Callable[[str], None],
 ) -> dict[str, Any]:
-    """``row`` with the throughput of each contestant and the device's share of plain."""
+    """``row`` with the throughput of each contestant and the device's share of plain.
+
+    ``before(name)`` is not timed, ``after(name)`` is.
+    """
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(-1, repeats):  # the first turn only warms up
         names = list(contestants) if turn % 2 else list(reversed(contestants))
         for name in names:
+            before(name)
             cpu_started = time.process_time()
-            seconds = run_threads(contestants[name], num_slots, threads)
+            started = time.perf_counter()
+            run_threads(contestants[name], num_slots, threads)
+            after(name)
+            seconds = time.perf_counter() - started
             if turn >= 0:
                 rates[name].append(total_bytes / seconds / 1e9)
                 cpu_seconds[name].append(time.process_time() - cpu_started)
@@ -174,20 +204,18 @@ def compare(
     return row
 
 
-def run_threads(work: Callable[[Sequence[int]], None], num_slots: int, threads: int) -> float:
-    """Seconds until all threads have done their share of the slots."""
+def run_threads(work: Callable[[Sequence[int]], None], num_slots: int, threads: int) -> None:
+    """Let ``threads`` threads do their shares of the slots."""
     shares = [range(num_slots * i // threads, num_slots * (i + 1) // threads) for i in range(threads)]
     workers = [threading.Thread(target=work, args=(share,)) for share in shares]
-    started = time.perf_counter()
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return time.perf_counter() - started
 
 
-def as_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Flash device against plain file IO, warm page cache, medians")
+def as_table(rows: list[dict[str, Any]], cache: str) -> Table:
+    table = Table(title=f"Flash device against plain file IO, {cache} page cache, medians")
     names = ["operation", "slot KiB", "pages", "threads", "plain GB/s"]
     for name in (*names, "device GB/s", "ratio", "CPU"):
         table.add_column(name, justify="left" if name == "operation" else "right")

@@ -77,6 +77,11 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
         """A block that could not be kept is a later miss, never a lost request."""
         return False
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Not after the KV tensor has been remapped (vLLM 0.33 asks): the copy engine holds its addresses."""
+        return False
+
     # ------------------------------------------------------------------ scheduler side
 
     @property
@@ -107,6 +112,15 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[Any, int]:
+        """For vLLM's own metrics (0.32 and later): how much of a load comes from host memory, how much from flash."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        host, flash = self._scheduler_side.load_origins(request.request_id)
+        if host + flash != num_external_tokens:
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        return {source: n for source, n in ((CacheHitSource.HOST, host), (CacheHitSource.DISK, flash)) if n}
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         return self._scheduler_side.build_connector_meta(scheduler_output)

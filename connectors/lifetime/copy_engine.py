@@ -7,11 +7,13 @@ page copies on a thread of its own, off the worker's main thread.
 Worker process. `CopyQueue` and the submit calls belong to the main thread.
 """
 
+import ctypes
 import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,18 +64,35 @@ def canonical_kv_caches(
 
 @functools.cache
 def _compile_copy_rows() -> Callable[..., None]:
-    """`copy(source, source_rows, target, target_rows)` for 2-D int64 arrays, compiled now, running without the GIL."""
+    """libc's memcpy row by row, compiled now, running without the GIL.
+
+    `copy(source address, source stride, source rows, target address, target stride, target rows, row bytes)`
+    """
     import numba
 
-    def copy_rows(source: Any, source_rows: Any, target: Any, target_rows: Any) -> None:
-        for i in range(source_rows.shape[0]):
-            target[target_rows[i]] = source[source_rows[i]]
+    memcpy = ctypes.CDLL(None).memcpy
+    # Addresses as integers: that is what tensors and arrays give.
+    memcpy.argtypes = [ctypes.c_size_t] * 3
+    memcpy.restype = ctypes.c_size_t
 
-    rows = numba.int64[::1]
-    # "A": the KV tensor's rows may lie further apart than they are long.
-    matrix = numba.types.Array(numba.int64, 2, "A")
-    compiled: Callable[..., None] = numba.njit((matrix, rows, matrix, rows), nogil=True)(copy_rows)
+    def copy_rows(
+        source: int, source_stride: int, source_rows: Any, target: int, target_stride: int, target_rows: Any, row_bytes: int
+    ) -> None:
+        for i in range(source_rows.shape[0]):
+            memcpy(target + target_rows[i] * target_stride, source + source_rows[i] * source_stride, row_bytes)
+
+    word, rows = numba.int64, numba.int64[::1]
+    compiled: Callable[..., None] = numba.njit((word, word, rows, word, word, rows, word), nogil=True)(copy_rows)
     return compiled
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of equal length in memory: a KV tensor's pages, or one tensor's share of the host slots."""
+
+    address: int
+    stride_bytes: int
+    row_bytes: int
 
 
 class PageCopyWorker(OffloadingWorker):
@@ -82,32 +101,31 @@ class PageCopyWorker(OffloadingWorker):
     A host slot is one contiguous row that holds the block's page of every tensor, one after the other.
 
     Args:
-        kv_caches: the KV tensors; their pages are multiples of 8 bytes.
+        kv_caches: the KV tensors. They must outlive this object, which keeps their addresses.
         num_slots: host slots to allocate, committed now rather than at their first use.
 
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_slots: int) -> None:
         self._copy_rows = _compile_copy_rows()
-        self._pages = [self._as_words(tensor.tensor) for tensor in kv_caches.tensors]
-        words = [pages.shape[1] for pages in self._pages]
-        self.slots = np.empty((num_slots, sum(words)), dtype=np.int64)
+        self._kv_caches = kv_caches
+        self._pages = [
+            _Rows(t.tensor.data_ptr(), t.tensor.stride(0) * t.tensor.element_size(), t.page_size_bytes) for t in kv_caches.tensors
+        ]
+        slot_bytes = sum(page.row_bytes for page in self._pages)
+        self.slots = np.empty((num_slots, slot_bytes), dtype=np.uint8)
         self.slots.fill(0)
-        offsets = np.cumsum([0, *words])
-        self._columns = [self.slots[:, start:end] for start, end in itertools.pairwise(offsets)]
+        offsets = itertools.accumulate((page.row_bytes for page in self._pages), initial=0)
+        self._columns = [
+            _Rows(self.slots.ctypes.data + offset, slot_bytes, page.row_bytes)
+            for page, offset in zip(self._pages, offsets, strict=False)
+        ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lifetime-copy")
         self._running: dict[int, Future[float]] = {}
 
-    @staticmethod
-    def _as_words(tensor: torch.Tensor) -> np.ndarray:
-        flat = tensor.view(torch.int8)
-        if flat.shape[1] % 8:
-            raise ValueError(f"a KV page of {flat.shape[1]} bytes is not a multiple of 8 bytes")
-        return flat.view(torch.int64).numpy()
-
     def host_pages(self, slot: int) -> list[memoryview]:
         """The bytes of a host slot, for positioned reads and writes."""
-        return [self.slots[slot].view(np.uint8).data]
+        return [self.slots[slot].data]
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, CPULoadStoreSpec)
@@ -119,14 +137,20 @@ class PageCopyWorker(OffloadingWorker):
         self._submit(job_id, self._columns, src_spec.chunk_ids, self._pages, dst_spec.block_ids)
         return True
 
-    def _submit(self, job_id: int, source: Any, source_rows: Any, target: Any, target_rows: Any) -> None:
+    def _submit(
+        self, job_id: int, source: list[_Rows], source_rows: np.ndarray, target: list[_Rows], target_rows: np.ndarray
+    ) -> None:
         arguments = (source, source_rows.astype(np.int64), target, target_rows.astype(np.int64))
         self._running[job_id] = self._thread.submit(self._copy, time.monotonic(), *arguments)
 
-    def _copy(self, submitted: float, source: Any, source_rows: Any, target: Any, target_rows: Any) -> float:
+    def _copy(
+        self, submitted: float, source: list[_Rows], source_rows: np.ndarray, target: list[_Rows], target_rows: np.ndarray
+    ) -> float:
         """Copy; returns the seconds since the submission."""
-        for source_pages, target_pages in zip(source, target, strict=True):
-            self._copy_rows(source_pages, source_rows, target_pages, target_rows)
+        for from_, to in zip(source, target, strict=True):
+            self._copy_rows(
+                from_.address, from_.stride_bytes, source_rows, to.address, to.stride_bytes, target_rows, to.row_bytes
+            )
         return time.monotonic() - submitted
 
     def load_now(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:

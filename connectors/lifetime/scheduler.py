@@ -66,6 +66,8 @@ class RequestState:
     """Slots that hold the blocks after the local hit, from the lookup to the allocation, in the same scheduler step."""
     loaded_end: int = 0
     """Blocks before this index were loaded, not computed."""
+    loading: tuple[int, int] = (0, 0)
+    """Blocks of the latest load by origin: host, flash."""
     was_refused: bool = False
     """A load has been refused already: counted once, however often admission is tried."""
 
@@ -97,8 +99,8 @@ class LifetimeScheduler:
         num_host_slots = options.host_bytes // layout.block_bytes if layout.can_offload else 0
         if options.host_bytes and layout.can_offload and not num_host_slots:
             raise OptionsError(
-                f"host_bytes = {options.host_bytes} is less than one KV block of this model, {layout.block_bytes} bytes. Raise it, "
-                "or set it to 0 for no host tier."
+                f"host_bytes = {options.host_bytes} is less than one KV block of this model, {layout.block_bytes} bytes. "
+                "Raise it, or set it to 0 for no host tier."
             )
         self.host = SlotTier("host", HOST, num_host_slots, self._on_slot_evicted)
         self.flash = SlotTier("flash", FLASH, 0, self._on_slot_evicted)
@@ -279,6 +281,13 @@ class LifetimeScheduler:
         job = self.jobs.start_load(request.request_id, host, flash, max(0, num_blocks_left), self._layout.block_bytes)
         self._loads.append(job)
         state.loaded_end = start + len(plan)
+        state.loading = (len(host), len(flash))
+
+    def load_origins(self, request_id: str) -> tuple[int, int]:
+        """Tokens of the request's latest load by origin: host, flash."""
+        state = self._requests.get(request_id)
+        host, flash = (0, 0) if state is None else state.loading
+        return host * self._block_size, flash * self._block_size
 
     def _note_hits(self, tier: str, num_blocks: int) -> None:
         self.recorder.count(stats.HIT_BLOCKS, tier, by=num_blocks)
@@ -358,7 +367,7 @@ class LifetimeScheduler:
         run = tier.run_of(slot)
         if run is not None and run.is_retired:
             reason = "retired"
-        elif tier is self.host and slot.block_hash in self.flash:
+        elif tier is self.host and slot.block_hash is not None and slot.block_hash in self.flash:
             reason = "demoted"
         else:
             reason = "lost"

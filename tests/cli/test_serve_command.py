@@ -46,13 +46,26 @@ def test_connector_is_added_after_the_users_arguments() -> None:
         ["--kv-connector=other"],
         ["--kv_connector", "other"],
         ["--kv-transfer-config", '{"kv_connector": "other", "kv_role": "kv_both"}'],
-        ["--kv_transfer_config={}"],
+        ['--kv_transfer_config={"kv_connector": "other"}'],
         ["--kv-transfer-config.kv_connector", "other"],
         ["--kv-transfer-config.kv_connector=other"],
     ],
 )
 def test_a_connector_the_user_chose_stays(chosen: list[str]) -> None:
     assert serve_arguments(["model", *chosen]) == ["serve", "model", *chosen]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--kv-transfer-config.kv_connector_extra_config.host_bytes", "1000000"],
+        ["--kv-transfer-config.kv_connector_extra_config", '{"host_bytes": 1000000}'],
+        ["--kv-transfer-config", '{"kv_connector_extra_config": {"host_bytes": 1000000}}'],
+        ["--kv_transfer_config={}"],
+    ],
+)
+def test_options_of_the_connector_alone_choose_none(options: list[str]) -> None:
+    assert serve_arguments(["model", *options]) == ["serve", "model", *options, *OURS]
 
 
 @pytest.mark.parametrize("value", ["kv-connector", "--kv-connector-extra", "--kv-connectors=1"])

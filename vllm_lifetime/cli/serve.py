@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import typer
 
@@ -16,8 +17,6 @@ NOT_INSTALLED = (
     "vLLM is not installed in this environment. Install it beside vllm-lifetime: "
     "`pip install vllm` for CUDA; for CPUs see the README."
 )
-
-_CHOOSES_CONNECTOR = ("--kv-connector", "--kv-transfer-config")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -60,17 +59,23 @@ def serve_arguments(arguments: Sequence[str]) -> list[str]:
 
     Ours goes last: vLLM looks for the model in the word after `serve`.
     """
-    if any(_chooses_connector(argument) for argument in arguments):
+    if any(_chooses_connector(argument, value) for argument, value in zip_longest(arguments, arguments[1:], fillvalue="")):
         return ["serve", *arguments]
     return ["serve", *arguments, "--kv-connector", "lifetime"]
 
 
-def _chooses_connector(argument: str) -> bool:
-    """Tell whether `argument` is an option that names a connector, in any of vLLM's spellings.
+def _chooses_connector(argument: str, value: str) -> bool:
+    """Tell whether `argument`, or the word `value` behind it, names a connector, in any of vLLM's spellings.
 
-    vLLM accepts underscores for dashes, `--option=value`, and `--option.field value`.
+    vLLM accepts underscores for dashes, `--option=value`, and `--option.field value`. Options of the connector alone choose none.
     """
     if not argument.startswith("--"):
         return False
-    name = argument.partition("=")[0].partition(".")[0]
-    return name.replace("_", "-") in _CHOOSES_CONNECTOR
+    option, _, inline = argument.partition("=")
+    name, _, field = option.partition(".")
+    name = name.replace("_", "-")
+    if name == "--kv-connector":
+        return True
+    if name != "--kv-transfer-config":
+        return False
+    return field == "kv_connector" if field else '"kv_connector"' in (inline or value)
