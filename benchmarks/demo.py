@@ -112,10 +112,12 @@ class Settings:
 class Driver:
     """Runs a workload closed loop against one server, as a harness would."""
 
-    def __init__(self, workload: Workload, server: VllmServer, run: RunRecord) -> None:
+    def __init__(self, workload: Workload, server: VllmServer, run: RunRecord, *, with_hints: bool = True) -> None:
+        """Send every request's metadata and, to the lifetime connector, every end; nothing of the kind without hints."""
         self._workload = workload
         self._server = server
         self._run = run
+        self._with_hints = with_hints
         self._began = 0.0
         self._progress = Progress(
             TextColumn("{task.description:<9}"),
@@ -182,13 +184,8 @@ class Driver:
             temperature=0.0,
             stream=True,
             stream_options={"include_usage": True},
-            extra_headers={"X-Session-ID": workflow.workflow_id},
-            extra_body={
-                "ignore_eos": True,
-                "return_token_ids": True,
-                # Stock vLLM ignores it: both runs send the same requests.
-                "kv_transfer_params": {"lifetime": {"workflow_id": workflow.workflow_id, "agent": call.agent}},
-            },
+            extra_headers={"X-Session-ID": workflow.workflow_id} if self._with_hints else {},
+            extra_body={"ignore_eos": True, "return_token_ids": True} | self._hints(workflow, call),
         )
         async for chunk in stream:
             for choice in chunk.choices:
@@ -213,9 +210,15 @@ class Driver:
             token_ids=tuple(token_ids),
         )
 
+    def _hints(self, workflow: Workflow, call: Call) -> dict[str, Any]:
+        """What a request says about itself. Stock vLLM ignores it: both runs send the same requests."""
+        if not self._with_hints:
+            return {}
+        return {"kv_transfer_params": {"lifetime": {"workflow_id": workflow.workflow_id, "agent": call.agent}}}
+
     async def _end(self, control: httpx.AsyncClient, workflow_id: str) -> None:
         """Tell the lifetime connector that a workflow has ended."""
-        if self._run.name != "lifetime":
+        if self._run.name != "lifetime" or not self._with_hints:
             return
         response = await control.post(
             "/lifetime/v1/boundaries",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast the CPU platform's copy engine moves blocks between the KV tensor and host memory, against plain memcpy.
 
-Plain is one call of `memcpy` per page on the calling thread, on the same pages: same tensors, blocks and slots. The engine moves them through its `OffloadingWorker` interface and on its own thread, from submission to completion. Both take turns; medians. One
-contiguous `memcpy` of as many bytes stands beside them: what scattering the pages costs, whoever copies them.
+Plain is one call of `memcpy` per page on the calling thread, on the same pages: same tensors, blocks and slots. The engine
+moves them through its `OffloadingWorker` interface and on its own thread, from submission to completion. Both take turns;
+medians. One contiguous `memcpy` of as many bytes stands beside them: what scattering the pages costs, whoever copies them.
 
     python -m benchmarks.host_copies
 """

@@ -7,6 +7,7 @@ One per rank, in the worker process. Called on its main thread, around the forwa
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,12 +137,10 @@ class LifetimeWorker:
             if self._flash is None:
                 self._job_done(job_id, set(range(len(demotion.keys))))
                 continue
-            self._flash.demote(
-                demotion.host_slots,
-                demotion.flash_slots,
-                demotion.keys,
-                lambda failed, late, seconds, job_id=job_id: self._job_done(job_id, failed),
-            )
+            self._flash.demote(demotion.host_slots, demotion.flash_slots, demotion.keys, partial(self._written, demotion.job_id))
+
+    def _written(self, job_id: int, failed: set[int], is_late: bool, seconds: float) -> None:
+        self._job_done(job_id, failed)
 
     def _start_store(self, store: Store) -> None:
         assert self._copies is not None
@@ -155,9 +154,7 @@ class LifetimeWorker:
         elif self._flash is None:
             self._job_done(job_id, everything)
         else:
-            copy = self._flash.store(
-                store.block_ids, store.slots, store.keys, lambda failed, late, seconds: self._job_done(job_id, failed)
-            )
+            copy = self._flash.store(store.block_ids, store.slots, store.keys, partial(self._written, job_id))
             if copy is not None:
                 self._store_copies[job_id] = copy
 

@@ -12,16 +12,17 @@ from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run, retired_rank
 
 __all__ = ["AccessTable", "Path"]
 
+HBM_TIER = 0
+
 
 class Path:
-    """The prefix that one request reads and extends: its reader, and how much of the prefix has been looked at."""
+    """The prefix that one request reads and extends: its reader, and how many of its blocks have been looked at."""
 
-    __slots__ = ("num_seen", "reader", "tail")
+    __slots__ = ("num_seen", "reader")
 
     def __init__(self, reader: Reader | None) -> None:
         self.reader = reader
         self.num_seen = 0
-        self.tail: Run | None = None
 
 
 class AccessTable:
@@ -43,7 +44,7 @@ class AccessTable:
         self._free_lists = free_lists
         self._copies_of = copies_of
         self._twin_of = twin_of
-        self._hbm = free_lists[0]
+        self._hbm = free_lists[HBM_TIER]
         self.has_runs = False
         """Whether any request has come with metadata; until then every call here can be skipped."""
 
@@ -61,47 +62,55 @@ class AccessTable:
             run = run_of[blocks[index].block_id]
             if run is None:
                 # Read before by a request without metadata: unknown lifetime, ordered by recency.
-                path.tail = None
                 index += 1
-                continue
-            if run.end > count:
-                run = self._split(run, index, count, blocks)
-            self._add_reader(run, path.reader)
-            path.tail = run
-            index = max(run.end, index + 1)
+            else:
+                self._pass(run, count, blocks, path.reader, forks=False)
+                index = max(run.end, index + 1)
         path.num_seen = max(path.num_seen, count)
 
     def write(self, path: Path, blocks: Sequence[Any], end: int) -> None:
         """The blocks of `path` up to `end` have got their hashes: put the new ones into runs.
 
-        A block whose content is known already (in another HBM block, or in a copy below) joins that run. Others extend the path's
-        tail if it is private to the reader, or start a run. Blocks without a hash (a sliding window's null ones) are passed over.
+        A block whose content is known already (in another HBM block, or in a copy below) joins that run. Others extend the run
+        before them if it is private to the reader, or start a run. Blocks without a hash (a sliding window's null ones) are
+        passed over. O(blocks).
         """
         reader = path.reader
-        for index in range(path.num_seen, end):
+        start = path.num_seen
+        if end <= start:
+            return
+        run_before = self._hbm.run_of[blocks[start - 1].block_id] if start else None
+        for index in range(start, end):
             block = blocks[index]
-            if block.block_hash is None:
-                path.tail = None
-                continue
-            run = self._known_run(block)
-            if run is None and reader is not None:
-                tail = path.tail
-                if tail is not None and tail.end == index and tail.is_private_to(reader):
-                    run = tail
+            run = None if block.block_hash is None else self._known_run(block)
+            if run is None and reader is not None and block.block_hash is not None:
+                if run_before is not None and run_before.can_grow(index, reader):
+                    run = run_before
+                    run.end = index + 1
                 else:
                     run = self._new_run(index, reader)
+            if run is not run_before:
+                if run_before is not None:
+                    self._pass(run_before, index, blocks, reader, forks=True)
+                run_before = run
             if run is not None:
-                if run.end <= index:
-                    run.end = index + 1
                 self._hbm.set_run(block, run)
-                self._add_reader(run, reader)
-            path.tail = run
-        path.num_seen = max(path.num_seen, end)
+        if run_before is not None:
+            self._pass(run_before, end, blocks, reader, forks=False)
+        path.num_seen = end
+
+    def _pass(self, run: Run, index: int, blocks: Sequence[Any], reader: Reader | None, *, forks: bool) -> None:
+        """`reader` reads `run` up to block `index`, where its path ends for now, or `forks` off into another run."""
+        if run.end > index and (forks or not run.is_read_by(reader)):
+            run = self._split(run, index, blocks)
+        self._add_reader(run, reader)
 
     def _new_run(self, index: int, reader: Reader) -> Run:
         self.has_runs = True
         run = Run(index, index + 1, len(self._free_lists))
-        if not reader.is_live:
+        if reader.is_live:
+            run.add_reader(reader)
+        else:
             run.num_workflows = 1
             run.rank = retired_rank(1)
         return run
@@ -114,17 +123,24 @@ class AccessTable:
         twin = self._twin_of(block)
         return None if twin is None else self._hbm.run_of[twin.block_id]
 
-    def _split(self, run: Run, index: int, end: int, blocks: Sequence[Any]) -> Run:
-        """Cut the blocks `index <= i < end` off the front of `run`; they form the returned run with the same readers."""
-        front = run.copy_access_set(min(run.start, index), end)
-        for i in range(index, end):
-            if self._hbm.run_of[blocks[i].block_id] is run:
-                self._hbm.set_run(blocks[i], front)
-            for tier, copy in self._copies_of(blocks[i].block_hash):
-                if self._free_lists[tier].run_of[copy.block_id] is run:
-                    self._free_lists[tier].set_run(copy, front)
+    def _split(self, run: Run, end: int, blocks: Sequence[Any]) -> Run:
+        """Cut the blocks before `end` off `run`; they form the returned run, with the same readers. `blocks` leads through it."""
+        front = run.copy_access_set(run.start, end)
+        front.is_closed = True
+        for block in blocks[run.start : end]:
+            self._move(HBM_TIER, block, run, front)
+            twin = self._twin_of(block)
+            if twin is not None:
+                self._move(HBM_TIER, twin, run, front)
+            for tier, copy in self._copies_of(block.block_hash):
+                self._move(tier, copy, run, front)
         run.start = end
         return front
+
+    def _move(self, tier: int, block: Any, old: Run, new: Run) -> None:
+        free_list = self._free_lists[tier]
+        if free_list.run_of[block.block_id] is old:
+            free_list.set_run(block, new)
 
     # ------------------------------------------------------------------ access sets and ranks
 

@@ -19,7 +19,7 @@ length.
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Run
 
@@ -34,8 +34,8 @@ class FreeBlock(Protocol):
 
     block_id: int
     # Any: the neighbours of a block are blocks, runs' nodes or the ends of a list.
-    prev_free_block: object
-    next_free_block: object
+    prev_free_block: Any
+    next_free_block: Any
 
     @property
     def block_hash_num_tokens(self) -> int | None:
@@ -88,7 +88,7 @@ class _RunNode(_Ring):
         self.count = 0
         self.bucket: _Bucket | None = None
         # Where the last block went in: blocks are freed deepest first, so the next one usually follows it.
-        self.hint: _Ring = self.chain
+        self.hint: Any = self.chain
         self.last_freed = 0
 
 
@@ -173,11 +173,11 @@ class TierFreeList(Generic[Block]):
             bucket = self._lowest_bucket()
             node = bucket.next_free_block
             if isinstance(node, _RunNode):
-                before = left
+                wanted = left
                 left = self._take(node.chain, left, taken)
                 if node.hint.next_free_block is None:  # it was taken
                     node.hint = node.chain
-                self._shrink(node, before - left)
+                self._shrink(node, wanted - left)
             else:
                 left = self._take(bucket, left, taken)
         if self._unhashed_in_order:
@@ -195,15 +195,15 @@ class TierFreeList(Generic[Block]):
         after = block.next_free_block
         if before is None or after is None:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
-        before.next_free_block = after  # type: ignore[attr-defined]
-        after.prev_free_block = before  # type: ignore[attr-defined]
+        before.next_free_block = after
+        after.prev_free_block = before
         block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= 1
         run = self.run_of[block.block_id]
         if run is not None:
             node: _RunNode = run.nodes[self.tier]  # type: ignore[assignment]
             if node.hint is block:
-                node.hint = before  # type: ignore[assignment]
+                node.hint = before
             self._shrink(node, 1)
         elif (self.num_empty_blocks or self._unhashed_in_order) and block.block_hash_num_tokens is None:
             self._unlinked_without_hash(block)
@@ -225,8 +225,8 @@ class TierFreeList(Generic[Block]):
             after = block.next_free_block
             if before is None or after is None:
                 raise RuntimeError(f"remove_n() called on a block that is not free: {block}")
-            before.next_free_block = after  # type: ignore[attr-defined]
-            after.prev_free_block = before  # type: ignore[attr-defined]
+            before.next_free_block = after
+            after.prev_free_block = before
             block.prev_free_block = block.next_free_block = None
             run = run_of[block.block_id]
             if run is not None:
@@ -237,7 +237,7 @@ class TierFreeList(Generic[Block]):
                     node = run.nodes[self.tier]  # type: ignore[assignment]
                 count += 1
                 if node.hint is block:  # type: ignore[union-attr]
-                    node.hint = before  # type: ignore[union-attr, assignment]
+                    node.hint = before  # type: ignore[union-attr]
             elif may_be_empty and block.block_hash_num_tokens is None:
                 self._unlinked_without_hash(block)
         if node is not None:
@@ -513,12 +513,13 @@ class TierFreeList(Generic[Block]):
         if last is chain or (last.block_hash_num_tokens or 0) >= depth:  # type: ignore[attr-defined]
             return chain
         place = node.hint
-        if place is not chain and (place.block_hash_num_tokens or 0) < depth:  # type: ignore[attr-defined]
+        if place is not chain and (place.block_hash_num_tokens or 0) < depth:
             place = chain
         place = place.next_free_block
-        while place is not chain and (place.block_hash_num_tokens or 0) > depth:  # type: ignore[attr-defined]
+        while place is not chain and (place.block_hash_num_tokens or 0) > depth:
             place = place.next_free_block
-        return place
+        ring: _Ring = place
+        return ring
 
     def _shrink(self, node: _RunNode, count: int) -> None:
         """`count` blocks have left `node`'s chain."""

@@ -43,7 +43,10 @@ class Reader:
 
 
 class Run:
-    """Blocks `start <= index < end` of one prefix, all with the same readers.
+    """Blocks `start <= index < end` of one prefix, all with the same readers and no fork inside.
+
+    Whoever reads one of its blocks therefore reads all that lie before it. `is_closed`: its last block has known successors, so
+    it cannot be extended.
 
     `num_blocks[tier]` counts its members there, held or free; the same block may have a copy in several tiers.
     `nodes[tier]` is its place in that tier's free list (made on first use by `TierFreeList`).
@@ -52,6 +55,7 @@ class Run:
     __slots__ = (
         "end",
         "has_unknown_reader",
+        "is_closed",
         "nodes",
         "num_blocks",
         "num_workflows",
@@ -65,6 +69,7 @@ class Run:
         self.end = end
         self.readers: set[Reader] = set()
         self.has_unknown_reader = False
+        self.is_closed = False
         self.num_workflows = 0
         self.rank: Rank = ACTIVE_RANK
         self.num_blocks = [0] * num_tiers
@@ -82,6 +87,16 @@ class Run:
         if not reader.is_live:
             return not self.readers and self.is_retired
         return len(self.readers) == 1 and reader in self.readers
+
+    def can_grow(self, index: int, reader: Reader) -> bool:
+        """Whether block `index`, new and written by `reader`, may become its last."""
+        return self.end == index and not self.is_closed and self.is_private_to(reader)
+
+    def is_read_by(self, reader: Reader | None) -> bool:
+        """Whether `reader` (None: somebody unknown) is in the access set already, or is past being added to it."""
+        if reader is None:
+            return self.has_unknown_reader
+        return reader in self.readers or not reader.is_live
 
     def add_reader(self, reader: Reader) -> None:
         """Let `reader` into the access set. O(readers)."""
