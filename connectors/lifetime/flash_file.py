@@ -20,9 +20,12 @@ __all__ = ["flash_file_path", "open_flash"]
 
 
 def flash_file_path(path: Path, vllm_config: "VllmConfig") -> Path:
-    """`path` itself for a single worker; otherwise with the data-parallel index and the rank appended."""
+    """`path` itself for a first, single worker; otherwise with the data-parallel index and the rank appended.
+
+    The index counts, not the size: vLLM tells the engines of a model without experts that their data-parallel size is 1.
+    """
     parallel = vllm_config.parallel_config
-    if parallel.world_size == 1 and parallel.data_parallel_size == 1:
+    if parallel.world_size == 1 and parallel.data_parallel_size == 1 and parallel.data_parallel_index == 0:
         return path
     return path.with_name(f"{path.name}.dp{parallel.data_parallel_index}-rank{parallel.rank}")
 

@@ -25,7 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vllm_lifetime.pool.free_list import TierFreeList, _RunNode
+from vllm_lifetime.pool.free_list import TierFreeList
+from vllm_lifetime.pool.nodes import RunNode
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run, retired_rank
 
 TIER = 1
@@ -332,7 +333,7 @@ class FreeListMachine(RuleBasedStateMachine):
         linked: list[object] = []
         for run in self.runs:
             node = run.nodes[TIER]
-            if not isinstance(node, _RunNode):
+            if not isinstance(node, RunNode):
                 continue
             rings.append(node.chain)
             chain = list(free_list._iter_ring(node.chain))
@@ -350,7 +351,7 @@ class FreeListMachine(RuleBasedStateMachine):
                 here = after
                 if here is ring:
                     break
-                if isinstance(here, _RunNode):
+                if isinstance(here, RunNode):
                     linked.remove(here)
         assert not linked
         for block_id in self.held_ids():

@@ -116,9 +116,7 @@ class FlashDevice:
         self._records = self._table.view(np.uint8).data
 
     @classmethod
-    def open(
-        cls, path: str | os.PathLike[str], geometry: FlashGeometry, *, size_bytes: int, persist: bool
-    ) -> "FlashDevice":
+    def open(cls, path: str | os.PathLike[str], geometry: FlashGeometry, *, size_bytes: int, persist: bool) -> "FlashDevice":
         """Opens the file at ``path``, or creates it with mode 0600; locks it and reserves its blocks.
 
         Args:

@@ -47,9 +47,7 @@ class FlashFaults:
     def payload_mismatch(self) -> None:
         """A slot's payload did not match its record."""
         self._counters.count_checksum_failure()
-        self._log_once(
-            "a block does not match its checksum: it is damaged, or its write was cut off; such blocks are recomputed"
-        )
+        self._log_once("a block does not match its checksum: it is damaged, or its write was cut off; such blocks are recomputed")
 
     def withdraw_failed(self, error: OSError) -> None:
         """A record could not be withdrawn in the file."""

@@ -296,10 +296,7 @@ def valid_slots(table: npt.NDArray[np.void], epoch: int) -> npt.NDArray[np.int64
     candidates = np.flatnonzero(in_use & in_place & (length >= 1) & (length <= MAX_KEY_BYTES))
     raw = table.view(np.uint8).data
     checksums = np.fromiter(
-        (
-            xxh3_64_intdigest(raw[start : start + _RECORD_BODY_BYTES], epoch)
-            for start in (candidates * RECORD_BYTES).tolist()
-        ),
+        (xxh3_64_intdigest(raw[start : start + _RECORD_BODY_BYTES], epoch) for start in (candidates * RECORD_BYTES).tolist()),
         dtype=np.uint64,
         count=len(candidates),
     )

@@ -21,9 +21,7 @@ def empty_table(num_slots: int) -> npt.NDArray[np.void]:
     return np.zeros(num_slots, RECORD_DTYPE)
 
 
-def recover_table(
-    file_descriptor: int, layout: FlashLayout, epoch: int
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+def recover_table(file_descriptor: int, layout: FlashLayout, epoch: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
     """The table of a file, with only its valid records, and their slots in ascending order.
 
     One sequential read, then O(slots); 1M slots take well under 2 s. What the file lacks is empty.
@@ -51,8 +49,7 @@ def keys_of(table: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> list[t
     starts = range(0, len(keys), MAX_KEY_BYTES)
     lengths = records[in_use]["key_length"].tolist()
     return [
-        (slot, keys[start : start + length])
-        for slot, start, length in zip(slots[in_use].tolist(), starts, lengths, strict=True)
+        (slot, keys[start : start + length]) for slot, start, length in zip(slots[in_use].tolist(), starts, lengths, strict=True)
     ]
 
 

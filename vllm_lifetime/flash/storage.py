@@ -277,8 +277,5 @@ def _path_error(path: str, error: OSError) -> FlashError:
         case errno.ENOSPC | errno.EDQUOT:
             text = "its file system is full. Free space or give a path on another drive."
         case _:
-            text = (
-                f"{error.strerror} ({errno_name(error)}). Give a path on a local file system that "
-                "supports reserving space."
-            )
+            text = f"{error.strerror} ({errno_name(error)}). Give a path on a local file system that supports reserving space."
     return FlashPathError(f"The flash file {path} cannot be opened: {text}")

@@ -70,9 +70,7 @@ def write_payload(file_descriptor: int, offset: int, pages: "Sequence[ReadableBu
     return hasher.intdigest()
 
 
-def read_payload(
-    file_descriptor: int, offset: int, pages: "Sequence[WriteableBuffer]", length: int, key: bytes
-) -> int | None:
+def read_payload(file_descriptor: int, offset: int, pages: "Sequence[WriteableBuffer]", length: int, key: bytes) -> int | None:
     """Fills ``pages``, ``length`` bytes in all, from ``offset`` on; returns their checksum.
 
     None if the file ends before that.

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TypeVar
 
-from vllm_lifetime.pool.free_list import FreeBlock, TierFreeList
+from vllm_lifetime.pool.free_list import TierFreeList
+from vllm_lifetime.pool.nodes import FreeBlock
 
 __all__ = ["next_to_demote"]
 

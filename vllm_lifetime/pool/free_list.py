@@ -19,77 +19,18 @@ length.
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from vllm_lifetime.pool.nodes import Bucket, FreeBlock, Ring, RunNode
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Run
 
-__all__ = ["FreeBlock", "TierFreeList"]
-
-
-class FreeBlock(Protocol):
-    """What the free list needs of a block: vLLM's `KVCacheBlock` and our `Slot` both have it.
-
-    The two links belong to the free list while the block is in it and are None otherwise.
-    """
-
-    block_id: int
-    # Any: the neighbours of a block are blocks, runs' nodes or the ends of a list.
-    prev_free_block: Any
-    next_free_block: Any
-
-    @property
-    def block_hash_num_tokens(self) -> int | None:
-        """Prefix length in tokens that the block's hash covers; its depth."""
+__all__ = ["TierFreeList"]
 
 
 Block = TypeVar("Block", bound=FreeBlock)
 
 _MIN_BUCKETS = 64
 """With fewer buckets than this it is not worth looking for empty ones."""
-
-
-class _Ring:
-    """The end of a circular list: `next` is its first node, `prev` its last."""
-
-    __slots__ = ("block_id", "next_free_block", "prev_free_block")
-
-    def __init__(self) -> None:
-        self.block_id = -1
-        self.clear()
-
-    def clear(self) -> None:
-        self.prev_free_block: _Ring = self
-        self.next_free_block: _Ring = self
-
-    def is_empty(self) -> bool:
-        return self.next_free_block is self
-
-
-class _Bucket(_Ring):
-    """All nodes of one rank, least recently freed first."""
-
-    __slots__ = ("is_queued", "rank")
-
-    def __init__(self, rank: Rank) -> None:
-        super().__init__()
-        self.rank = rank
-        self.is_queued = False
-
-
-class _RunNode(_Ring):
-    """A run in its bucket: linked there by its own links, its free blocks on `chain`, deepest first."""
-
-    __slots__ = ("bucket", "chain", "count", "hint", "last_freed", "run")
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-        self.chain = _Ring()
-        self.count = 0
-        self.bucket: _Bucket | None = None
-        # Where the last block went in: blocks are freed deepest first, so the next one usually follows it.
-        self.hint: Any = self.chain
-        self.last_freed = 0
 
 
 class TierFreeList(Generic[Block]):
@@ -112,9 +53,9 @@ class TierFreeList(Generic[Block]):
         self.num_free_blocks = 0
         self.num_empty_blocks = 0
         self.num_retired_blocks = 0
-        self._empty = _Ring()
-        self._active = _Bucket(ACTIVE_RANK)
-        self._buckets: dict[Rank, _Bucket] = {ACTIVE_RANK: self._active}
+        self._empty = Ring()
+        self._active = Bucket(ACTIVE_RANK)
+        self._buckets: dict[Rank, Bucket] = {ACTIVE_RANK: self._active}
         self._ranks: list[Rank] = []
         self._max_buckets = _MIN_BUCKETS
         self._clock = 0
@@ -149,7 +90,7 @@ class TierFreeList(Generic[Block]):
             bucket = self._active if self._ranks[0] is ACTIVE_RANK else self._lowest_bucket()
             node = ring = bucket.next_free_block
             if node is not bucket:
-                if isinstance(node, _RunNode):
+                if isinstance(node, RunNode):
                     ring = node.chain.next_free_block
                 after = ring.next_free_block
                 before = ring.prev_free_block
@@ -157,7 +98,7 @@ class TierFreeList(Generic[Block]):
                 after.prev_free_block = before
                 ring.prev_free_block = ring.next_free_block = None  # type: ignore[assignment]
                 self.num_free_blocks -= 1
-                if isinstance(node, _RunNode):
+                if isinstance(node, RunNode):
                     if node.hint is ring:
                         node.hint = node.chain
                     self._shrink(node, 1)
@@ -172,7 +113,7 @@ class TierFreeList(Generic[Block]):
         while left > 0:
             bucket = self._lowest_bucket()
             node = bucket.next_free_block
-            if isinstance(node, _RunNode):
+            if isinstance(node, RunNode):
                 wanted = left
                 left = self._take(node.chain, left, taken)
                 if node.hint.next_free_block is None:  # it was taken
@@ -201,7 +142,7 @@ class TierFreeList(Generic[Block]):
         self.num_free_blocks -= 1
         run = self.run_of[block.block_id]
         if run is not None:
-            node: _RunNode = run.nodes[self.tier]  # type: ignore[assignment]
+            node: RunNode = run.nodes[self.tier]  # type: ignore[assignment]
             if node.hint is block:
                 node.hint = before
             self._shrink(node, 1)
@@ -218,7 +159,7 @@ class TierFreeList(Generic[Block]):
         run_of = self.run_of
         may_be_empty = self.num_empty_blocks or self._unhashed_in_order
         open_run: Run | None = None
-        node: _RunNode | None = None
+        node: RunNode | None = None
         count = 0
         for block in blocks:
             before = block.prev_free_block
@@ -255,8 +196,8 @@ class TierFreeList(Generic[Block]):
         run_of = self.run_of
         # Blocks of one run that follow one another, or of none, go between `place` and `after`.
         open_run: Run | None = None
-        node: _RunNode | None = None
-        after: _Ring = self._active
+        node: RunNode | None = None
+        after: Ring = self._active
         place = after.prev_free_block
         count = after_depth = depth = 0
         for block in blocks:
@@ -297,7 +238,7 @@ class TierFreeList(Generic[Block]):
         """Give back blocks that hold nothing worth keeping: the first of them is handed out next."""
         ring = self._empty
         first = ring.next_free_block
-        last: _Ring = ring
+        last: Ring = ring
         for block in blocks:
             block.prev_free_block = last
             last.next_free_block = block  # type: ignore[assignment]
@@ -312,7 +253,7 @@ class TierFreeList(Generic[Block]):
     def set_rank(self, run: Run) -> None:
         """Move `run` to the bucket of its present rank, as the most recently used there."""
         node = run.nodes[self.tier]
-        if not isinstance(node, _RunNode) or node.bucket is None:
+        if not isinstance(node, RunNode) or node.bucket is None:
             return
         was_retired = node.bucket.rank[0] == 0
         self._unlink_node(node)
@@ -323,7 +264,7 @@ class TierFreeList(Generic[Block]):
     def last_freed(self, run: Run) -> int:
         """When a block of `run` was last given back here, as a sequence number; 0 is never."""
         node = run.nodes[self.tier]
-        return node.last_freed if isinstance(node, _RunNode) else 0
+        return node.last_freed if isinstance(node, RunNode) else 0
 
     def set_run(self, block: Block, run: Run | None) -> None:
         """Make `block` a member of `run`, free or not. O(1) if `run` frees deepest first, as vLLM does."""
@@ -418,23 +359,23 @@ class TierFreeList(Generic[Block]):
         for rank in sorted(self._buckets):
             yield from self._iter_bucket(self._buckets[rank])
 
-    def _iter_bucket(self, bucket: _Bucket) -> Iterator[Block]:
+    def _iter_bucket(self, bucket: Bucket) -> Iterator[Block]:
         node = bucket.next_free_block
         while node is not bucket:
-            if isinstance(node, _RunNode):
+            if isinstance(node, RunNode):
                 yield from self._iter_ring(node.chain)
             else:
                 yield node  # type: ignore[misc]
             node = node.next_free_block
 
-    def _iter_ring(self, ring: _Ring) -> Iterator[Block]:
+    def _iter_ring(self, ring: Ring) -> Iterator[Block]:
         node = ring.next_free_block
         while node is not ring:
             yield node  # type: ignore[misc]
             node = node.next_free_block
 
     @staticmethod
-    def _take(ring: _Ring, limit: int, taken: list[Block]) -> int:
+    def _take(ring: Ring, limit: int, taken: list[Block]) -> int:
         """Unlink up to `limit` blocks from the front of `ring`, stopping before a run's node; returns what is left of `limit`."""
         node = ring.next_free_block
         append = taken.append
@@ -455,7 +396,7 @@ class TierFreeList(Generic[Block]):
         else:
             self.num_empty_blocks -= 1
 
-    def _lowest_bucket(self) -> _Bucket:
+    def _lowest_bucket(self) -> Bucket:
         """The bucket of lowest rank that has a node; drops the empty ones it meets. O(log buckets) amortised."""
         while True:
             bucket = self._buckets[self._ranks[0]]
@@ -475,17 +416,17 @@ class TierFreeList(Generic[Block]):
         self._buckets[ACTIVE_RANK] = self._active
         self._max_buckets = 2 * len(self._buckets) + _MIN_BUCKETS
 
-    def _enqueue(self, bucket: _Bucket) -> None:
+    def _enqueue(self, bucket: Bucket) -> None:
         bucket.is_queued = True
         heapq.heappush(self._ranks, bucket.rank)
 
-    def _node_of(self, run: Run) -> _RunNode:
+    def _node_of(self, run: Run) -> RunNode:
         node = run.nodes[self.tier]
-        if not isinstance(node, _RunNode):
-            node = run.nodes[self.tier] = _RunNode(run)
+        if not isinstance(node, RunNode):
+            node = run.nodes[self.tier] = RunNode(run)
         return node
 
-    def _grow(self, node: _RunNode, count: int, last: _Ring) -> None:
+    def _grow(self, node: RunNode, count: int, last: Ring) -> None:
         """`count` blocks have come to `node`'s chain, `last` as the last: it is the most recently freed of its bucket now."""
         node.hint = last
         node.count += count
@@ -506,7 +447,7 @@ class TierFreeList(Generic[Block]):
             newest.next_free_block = bucket.prev_free_block = node
 
     @staticmethod
-    def _place_in_chain(node: _RunNode, depth: int) -> _Ring:
+    def _place_in_chain(node: RunNode, depth: int) -> Ring:
         """The chain's element before which a block of `depth` belongs (deepest first); O(1) behind the last one placed."""
         chain = node.chain
         last = chain.prev_free_block
@@ -518,10 +459,10 @@ class TierFreeList(Generic[Block]):
         place = place.next_free_block
         while place is not chain and (place.block_hash_num_tokens or 0) > depth:
             place = place.next_free_block
-        ring: _Ring = place
+        ring: Ring = place
         return ring
 
-    def _shrink(self, node: _RunNode, count: int) -> None:
+    def _shrink(self, node: RunNode, count: int) -> None:
         """`count` blocks have left `node`'s chain."""
         node.count -= count
         if node.run.is_retired:
@@ -529,12 +470,12 @@ class TierFreeList(Generic[Block]):
         if node.count == 0:
             self._unlink_node(node)
 
-    def _link_node(self, node: _RunNode, rank: Rank) -> None:
+    def _link_node(self, node: RunNode, rank: Rank) -> None:
         bucket = self._buckets.get(rank)
         if bucket is None:
             if len(self._buckets) >= self._max_buckets:
                 self._drop_empty_buckets()
-            bucket = self._buckets[rank] = _Bucket(rank)
+            bucket = self._buckets[rank] = Bucket(rank)
         last = bucket.prev_free_block
         node.prev_free_block = last
         node.next_free_block = bucket
@@ -545,7 +486,7 @@ class TierFreeList(Generic[Block]):
             self._enqueue(bucket)
 
     @staticmethod
-    def _unlink_node(node: _RunNode) -> None:
+    def _unlink_node(node: RunNode) -> None:
         node.prev_free_block.next_free_block = node.next_free_block
         node.next_free_block.prev_free_block = node.prev_free_block
         node.prev_free_block = node.next_free_block = node
