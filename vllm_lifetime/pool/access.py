@@ -53,48 +53,44 @@ class AccessTable:
     def read(self, path: Path, blocks: Sequence[Any], count: int) -> None:
         """The request of `path` reads the first `count` blocks of its prefix, which are in HBM.
 
-        Every run among them gets the path's reader; a run that goes on beyond `count` is split there first, so that a run's
-        blocks always have one access set. O(runs), and O(blocks) of a run that is split.
+        Every run among them gets the path's reader; a run that the path leaves before its end is split there first, so that a
+        run's blocks always have one access set. O(blocks not looked at yet), and O(blocks) of a run that is split.
         """
-        run_of = self._hbm.run_of
-        index = path.num_seen
-        while index < count:
-            run = run_of[blocks[index].block_id]
-            if run is None:
-                # Read before by a request without metadata: unknown lifetime, ordered by recency.
-                index += 1
-            else:
-                self._pass(run, count, blocks, path.reader, forks=False)
-                index = max(run.end, index + 1)
-        path.num_seen = max(path.num_seen, count)
+        self._follow(path, blocks, count, are_new=False)
 
     def write(self, path: Path, blocks: Sequence[Any], end: int) -> None:
         """The blocks of `path` up to `end` have got their hashes: put the new ones into runs.
 
         A block whose content is known already (in another HBM block, or in a copy below) joins that run. Others extend the run
         before them if it is private to the reader, or start a run. Blocks without a hash (a sliding window's null ones) are
-        passed over. O(blocks).
+        passed over. Costs as `read`.
         """
-        reader = path.reader
+        self._follow(path, blocks, end, are_new=True)
+
+    def _follow(self, path: Path, blocks: Sequence[Any], end: int, *, are_new: bool) -> None:
         start = path.num_seen
         if end <= start:
             return
-        run_before = self._hbm.run_of[blocks[start - 1].block_id] if start else None
+        reader = path.reader
+        run_of = self._hbm.run_of
+        run_before = run_of[blocks[start - 1].block_id] if start else None
         for index in range(start, end):
             block = blocks[index]
-            run = None if block.block_hash is None else self._known_run(block)
-            if run is None and reader is not None and block.block_hash is not None:
-                if run_before is not None and run_before.can_grow(index, reader):
-                    run = run_before
-                    run.end = index + 1
-                else:
-                    run = self._new_run(index, reader)
+            run = run_of[block.block_id]
+            if are_new and run is None and block.block_hash is not None:
+                run = self._known_run(block)
+                if run is None and reader is not None:
+                    if run_before is not None and run_before.can_grow(index, reader):
+                        run = run_before
+                        run.end = index + 1
+                    else:
+                        run = self._new_run(index, reader)
+                if run is not None:
+                    self._hbm.set_run(block, run)
             if run is not run_before:
                 if run_before is not None:
                     self._pass(run_before, index, blocks, reader, forks=True)
                 run_before = run
-            if run is not None:
-                self._hbm.set_run(block, run)
         if run_before is not None:
             self._pass(run_before, end, blocks, reader, forks=False)
         path.num_seen = end
