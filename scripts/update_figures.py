@@ -3,7 +3,7 @@
 
     make figures        # measures everything (about 20 minutes on 2 quiet cores), then runs this
 
-A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table made of `build/NAME.json`;
+A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table of `build/NAME.json`;
 sections whose file is not there stay as they are.
 """
 
