@@ -170,7 +170,7 @@ def _check_flash_file(path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OptionsError(
-                f"flash_path: {path} is in use by another process. Give each server a file of its own, or stop the other one."
+                f"flash_path: {path} is in use by another process. Give each server its own file, or stop the other one."
             ) from None
         except OSError:
             pass  # a file system without locks: the worker says what that means
