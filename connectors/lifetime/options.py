@@ -164,7 +164,7 @@ def _check_flash_file(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise OptionsError(
-                f"flash_path = {str(path)!r} is not a flash file of vllm-lifetime, and will not be overwritten. Give another path."
+                f"flash_path = {str(path)!r} is not a flash file of vllm-lifetime and stays as it is. Give another path."
             )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
