@@ -205,10 +205,6 @@ class CopyQueue:
         self._next_id = 0
         self._callbacks: dict[int, Done] = {}
 
-    def __len__(self) -> int:
-        """Copies in flight."""
-        return len(self._callbacks)
-
     def store(self, block_ids: Sequence[int], slots: Sequence[int], done: Done) -> int:
         """Copy HBM blocks to host slots; `done` is called by a later `poll`. Returns the copy's number."""
         number = self._new_number(done)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens this rank's flash file, with a header that says what its bytes mean in this engine."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +53,9 @@ def open_flash(
         )
     seed = resolve_none_hash_seed(hash_function) if options.flash_persist else "not persisted"
     first = next(iter(kv_caches.values()))
+    # Overrides of rotary embeddings, quantisation and the like change the KV of equal tokens, hence of equal hashes.
+    config = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
+    cache_dtype = vllm_config.cache_config.cache_dtype
     geometry = FlashGeometry(
         model=f"{model.model}@{model.revision or 'default'}",
         dtype=f"{first.dtype}".removeprefix("torch."),
@@ -64,7 +68,8 @@ def open_flash(
         tp_rank=parallel.rank % parallel.tensor_parallel_size,
         pp_size=1,
         pp_rank=0,
-        extra=f"page {list(first.shape[1:])} stride {list(first.stride()[1:])} on {first.device.type}",
+        extra=f"page {list(first.shape[1:])} stride {list(first.stride()[1:])} on {first.device.type}, model config {config}, "
+        f"quantization {model.quantization}, cache dtype {cache_dtype}",
     )
     return FlashDevice.open(
         str(flash_file_path(options.flash_path, vllm_config)),

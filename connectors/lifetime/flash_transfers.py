@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from vllm.logger import init_logger
 
@@ -22,6 +22,9 @@ from vllm_lifetime.flash import FlashDevice
 __all__ = ["Finished", "FlashTransfers"]
 
 logger = init_logger(__name__)
+
+CLEAR_TIMEOUT_S = 10.0
+"""Longest wait, at shutdown, for a reset to reach the device."""
 
 Finished = Callable[[set[int], bool, float], None]
 """`finished(failed positions, is late, seconds of transfer)`, on the main thread."""
@@ -46,7 +49,8 @@ class _Chunk:
 
     def __init__(self, load: _Load, start: int, staging: list[int]) -> None:
         self.load, self.start, self.staging = load, start, staging
-        self.reads: list[Future[list[bool]]] = []
+        self.reads: list[tuple[Future[list[bool]], int]] = []
+        """Each thread's share, and its size."""
         self.started = self.ended = time.monotonic()
         # Held while a read block is copied to HBM, so that giving up means that no copy comes later. Never held over IO.
         self.copying = threading.Lock()
@@ -73,15 +77,11 @@ class FlashTransfers:
         self._waiting_loads: deque[_Load] = deque()
         self._reading: list[_Chunk] = []
         self._abandoned: list[_Chunk] = []
-        self._waiting_stores: deque[tuple[Sequence[int], Sequence[int], Sequence[bytes], Finished]] = deque()
         self._writing: list[tuple[list[Future[list[bool]]], list[int], Sequence[int], list[int], Finished]] = []
         self._num_copying = 0
         self._to_invalidate: list[int] = []
-
-    def __len__(self) -> int:
-        """Transfers in flight or waiting, without abandoned reads."""
-        waiting = len(self._waiting_loads) + len(self._waiting_stores)
-        return waiting + len(self._reading) + len(self._writing) + self._num_copying
+        self._num_clears = 0
+        self._clearing: Future[None] | None = None
 
     # ------------------------------------------------------------------ orders
 
@@ -110,13 +110,15 @@ class FlashTransfers:
             return None
         staging = [self._free_staging.pop() for _ in range(count)]
         self._num_copying += 1
+        num_clears = self._num_clears
 
         def written(failed: set[int], late: bool, seconds: float) -> None:
             finished(failed | left_out, late, seconds)
 
         def copied(success: bool, _: float) -> None:
             self._num_copying -= 1
-            if not success:
+            # What was on its way when everything was to be forgotten must not arrive.
+            if not success or num_clears != self._num_clears:
                 self._free_staging.extend(staging)
                 finished(set(range(len(slots))), False, 0.0)
                 return
@@ -129,21 +131,29 @@ class FlashTransfers:
         self._write(host_slots, flash_slots, keys, [], finished)
 
     def clear(self) -> None:
-        """Forget every block on the device. What is being written now is forgotten when it is there."""
-        self._device.clear()
+        """Forget every block on the device, on an IO thread; until that is done nothing is written.
+
+        What is being written now is forgotten when it is there.
+        """
+        self._num_clears += 1
+        self._clearing = self._threads.submit(self._device.clear)
         for _, _, flash_slots, _, _ in self._writing:
             self._to_invalidate.extend(flash_slots)
+
+    def oldest_start(self) -> float | None:
+        """When the oldest read still out began (a `time.monotonic` time), given up or not; None without any."""
+        return min((chunk.started for chunk in (*self._reading, *self._abandoned)), default=None)
 
     # ------------------------------------------------------------------ progress
 
     def poll(self) -> None:
         """Move every transfer on; never waits."""
         now = time.monotonic()
-        for chunk in [c for c in self._abandoned if all(read.done() for read in c.reads)]:
+        for chunk in [c for c in self._abandoned if all(read.done() for read, _ in c.reads)]:
             self._abandoned.remove(chunk)
             self._free_staging.extend(chunk.staging)
         for chunk in list(self._reading):
-            if all(read.done() for read in chunk.reads):
+            if all(read.done() for read, _ in chunk.reads):
                 self._reading.remove(chunk)
                 self._chunk_read(chunk)
             elif now > chunk.load.deadline:
@@ -168,7 +178,7 @@ class FlashTransfers:
             staging = [self._free_staging.pop() for _ in range(count)]
             load.position += count
             chunk = _Chunk(load, start, staging)
-            chunk.reads = [self._threads.submit(self._read, chunk, i, j) for i, j in self._shares(0, count)]
+            chunk.reads = [(self._threads.submit(self._read, chunk, i, j), j - i) for i, j in self._shares(0, count)]
             self._reading.append(chunk)
 
     def _shares(self, start: int, end: int) -> list[tuple[int, int]]:
@@ -178,8 +188,7 @@ class FlashTransfers:
 
     def _chunk_read(self, chunk: _Chunk) -> None:
         load = chunk.load
-        hits = [hit for read in chunk.reads for hit in self._result(read, 0)]
-        hits += [False] * (len(chunk.staging) - len(hits))
+        hits = [hit for read, size in chunk.reads for hit in self._result(read, size)]
         good = [i for i, hit in enumerate(hits) if hit]
         load.failed.update(chunk.start + i for i, hit in enumerate(hits) if not hit)
 
@@ -220,6 +229,12 @@ class FlashTransfers:
         staging: list[int],
         finished: Finished,
     ) -> None:
+        if self._clearing is not None:
+            if not self._clearing.done():
+                self._free_staging.extend(staging)
+                finished(set(range(len(sources))), False, 0.0)
+                return
+            self._clearing = None
         shares = self._shares(0, len(sources))
         writes = [self._threads.submit(self._write_some, sources[i:j], flash_slots[i:j], keys[i:j]) for i, j in shares]
         self._writing.append((writes, [j - i for i, j in shares], flash_slots, staging, finished))
@@ -236,7 +251,7 @@ class FlashTransfers:
         self._free_staging.extend(staging)
         if self._to_invalidate:
             stale = set(flash_slots).intersection(self._to_invalidate)
-            self._device.invalidate(sorted(stale))
+            self._clearing = self._threads.submit(self._device.invalidate, sorted(stale))
             self._to_invalidate = [slot for slot in self._to_invalidate if slot not in stale]
         finished({i for i, ok in enumerate(done) if not ok}, False, 0.0)
 
@@ -284,6 +299,9 @@ class FlashTransfers:
         ]
 
     def shutdown(self) -> None:
-        """Let running reads and writes end, start no other, and close the device."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Start no more reads and writes, and close the device, which waits for those that run, but not for ever."""
+        if self._clearing is not None:
+            # What was to be forgotten must not be there after a restart.
+            wait((self._clearing,), timeout=CLEAR_TIMEOUT_S)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._device.close()

@@ -37,7 +37,6 @@ class StoreJob:
     """Sources in HBM."""
     sources: list[Slot] = field(default_factory=list)
     """Sources in host memory, held."""
-    started_at: float = 0.0
     is_cancelled: bool = False
     result: JobResult = field(default_factory=lambda: JobResult(num_reports=0))
 
@@ -159,7 +158,7 @@ class TransferJobs:
         slots = target.allocate(len(blocks))
         if not slots:
             return None
-        job = StoreJob(self._new_id(), target, slots, [], [], started_at=now)
+        job = StoreJob(self._new_id(), target, slots, [], [])
         for slot, block in zip(slots, blocks, strict=False):
             assert block.block_hash is not None
             # A member from now on, so that the run outlives the HBM block.
@@ -176,7 +175,7 @@ class TransferJobs:
         slots = self._flash.allocate(len(sources))
         if not slots:
             return None
-        job = StoreJob(self._new_id(), self._flash, slots, [], [], started_at=now)
+        job = StoreJob(self._new_id(), self._flash, slots, [], [])
         for slot, source in zip(slots, sources, strict=False):
             assert source.block_hash is not None
             self._flash.free_list.set_run(slot, self._host.run_of(source))

@@ -65,11 +65,14 @@ def _reason_against_offload(vllm_config: "VllmConfig", kv_cache_config: "KVCache
     spec = groups[0].kv_cache_spec
     specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     for one in specs:
-        if not isinstance(one, FullAttentionSpec | MLAAttentionSpec):
+        # Not isinstance: subclasses keep something else in their blocks (attention sinks, hidden states, windows).
+        if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
             return f"the model's KV cache is a {type(one).__name__}; full attention and MLA are supported"
     hash_block_size = getattr(vllm_config.cache_config, "hash_block_size", None)
     if hash_block_size not in (None, spec.block_size):
         return f"blocks of {spec.block_size} tokens are hashed by {hash_block_size} tokens"
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return "its new KV blocks are zeroed before a step's copies have ended, so a copy down could read zeros"
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

@@ -106,8 +106,8 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
     results: dict[int, JobResult] = field(default_factory=dict)
     flash: Counter[str] = field(default_factory=Counter)
     """What the flash device counted since the last report: `BYTES_READ`, `BYTES_WRITTEN`, and faults by kind."""
-    oldest_io_s: float = 0.0
-    """Age of the oldest transfer in flight, in seconds."""
+    oldest_start: float | None = None
+    """When the oldest transfer still out began, given up or not: a `time.monotonic` time, one clock for all processes."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LifetimeWorkerMetadata":
         """Merge two workers' reports of one step."""
@@ -121,7 +121,8 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
                 mine.merge(result)
         self.step = max(self.step, other.step)
         self.flash.update(other.flash)
-        self.oldest_io_s = max(self.oldest_io_s, other.oldest_io_s)
+        starts = [start for start in (self.oldest_start, other.oldest_start) if start is not None]
+        self.oldest_start = min(starts, default=None)
         return self
 
 

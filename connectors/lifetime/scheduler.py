@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
-from vllm_lifetime.boundaries import Boundary, parse_request_metadata
+from vllm_lifetime.boundaries import MAX_ID_LENGTH, Boundary, parse_request_metadata
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import HBM, LifetimeBlockPool
 from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
@@ -27,6 +27,7 @@ from vllm_lifetime.connectors.lifetime.metadata import (
 )
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError
 from vllm_lifetime.lifecycle import Lease, Lifecycle
+from vllm_lifetime.policy.backoff import Backoff
 from vllm_lifetime.policy.cost import LoadPolicy
 from vllm_lifetime.policy.demotion import next_to_demote
 from vllm_lifetime.pool.access import AccessTable, Path
@@ -51,6 +52,9 @@ MAX_EVICTED_REMEMBERED = 1 << 16
 
 HOST_RESERVE = 8
 """One slot in so many of the host tier is kept reclaimable by moving the coldest blocks to flash."""
+
+LOAD_SHARE = 8
+"""While loads are in flight, copies down are this many times smaller."""
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ class LifetimeScheduler:
         self._ahead = 0
         self._demote_limit = max(1, options.demote_batch_bytes // layout.block_bytes)
         self._num_moved = 0
+        self._flash_backoff = Backoff()
         self._evicted_at: dict[bytes, float] = {}
         # Step timing: step number -> (start, tokens); the worker echoes the number.
         self._step = 0
@@ -123,7 +128,7 @@ class LifetimeScheduler:
         self._last_step_end = 0.0
         self._wants_step = False
         self._usage_shown: dict[tuple[str, str], int] = {}
-        self._oldest_io_s = 0.0
+        self._oldest_start: float | None = None
 
     # ------------------------------------------------------------------ binding
 
@@ -152,8 +157,7 @@ class LifetimeScheduler:
         ahead = self._options.demote_ahead_blocks
         if ahead is None:
             ahead = min(max(16, 2 * self._step_blocks), self._pool.num_gpu_blocks // 2)
-        # The copies of the blocks ahead must all fit below, or each would push out another's in turn, for ever.
-        self._ahead = self._num_moved = min(ahead, (len(self.host.slots) + len(self.flash.slots)) // 2)
+        self._ahead = self._num_moved = ahead
         free_lists: list[TierFreeList[Any]] = [self._pool.free_list, self.host.free_list, self.flash.free_list]
         self._access = AccessTable(free_lists, self._copies_of, self._pool.twin_of)
 
@@ -180,11 +184,17 @@ class LifetimeScheduler:
         metadata, problem = parse_request_metadata(request.kv_transfer_params)
         if problem is not None:
             self.recorder.count(stats.BAD_METADATA)
-            logger.warning_once("request %s: %s", request.request_id, problem)
+            # Not the request's id: that would make every line another one.
+            logger.warning_once("a request's metadata: %s", problem)
         old = self._requests.get(request.request_id)
         if old is not None and old.lease is not None:
             self._lifecycle.finish_request(old.lease)
-        lease = self._lifecycle.start_request(request.session_id, metadata)
+        session_id = request.session_id
+        if session_id is not None and not 0 < len(session_id) <= MAX_ID_LENGTH:
+            # No boundary could name it.
+            session_id = None
+            self.recorder.count(stats.BAD_METADATA)
+        lease = self._lifecycle.start_request(session_id, metadata)
         self._requests[request.request_id] = RequestState(lease)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -388,24 +398,24 @@ class LifetimeScheduler:
         meta.loads.extend(job.order(self._options.load_deadline_s) for job in loads)
         if self._clear_flash:
             meta.clear_flash, self._clear_flash = True, False
-        elif not self.jobs.num_loads:
-            # Loads go first: somebody waits for them.
-            self._demote_hbm(meta, now)
-            self._demote_host(meta, now)
+        else:
+            # Loads go first, somebody waits for them: meanwhile only little is copied down at a time.
+            limit = self._demote_limit if not self.jobs.num_loads else max(1, self._demote_limit // LOAD_SHARE)
+            self._demote_hbm(meta, limit, now)
+            self._demote_host(meta, limit, now)
         meta.flush, self._flush = self._flush, set()
         return meta
 
-    def _demote_hbm(self, meta: LifetimeMetadata, now: float) -> None:
+    def _demote_hbm(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
         """Start the next copy down, if any block is near enough to its eviction."""
         pool = self._pool
         target = self.host if self.host.slots else self.flash
-        if pool is None or self.jobs.num_stores or not self._demotion_is_due:
+        if pool is None or self.jobs.num_stores or not self._demotion_is_due(now):
             return
-        limit = self._demote_limit
-        if target is self.host and self.flash.slots:
+        if target is self.host and self.flash.slots and not self._flash_backoff.is_failing:
             # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
             limit = min(limit, self.host.num_reclaimable)
-        blocks = next_to_demote(pool.free_list, self._ahead, limit, self._needs_copy)
+        blocks = next_to_demote(pool.free_list, self._reach, limit, self._needs_copy)
         job = self.jobs.start_store(target, blocks, pool.free_list, now)
         if job is not None:
             meta.stores.append(job.store_order())
@@ -414,20 +424,30 @@ class LifetimeScheduler:
             self._num_moved = 0
 
     @property
-    def _demotion_is_due(self) -> bool:
-        """Whether enough blocks have moved since the last look to make another worth its while."""
-        return self._num_moved >= max(1, self._ahead // 8) and bool(self.host.slots or self.flash.slots)
+    def _reach(self) -> int:
+        """How far ahead of its eviction a block is copied down.
+
+        The copies of the blocks ahead must all fit below, or each would push out another's in turn, for ever.
+        """
+        room = len(self.host.slots) + (0 if self._flash_backoff.is_failing and self.host.slots else len(self.flash.slots))
+        return min(self._ahead, room // 2)
+
+    def _demotion_is_due(self, now: float) -> bool:
+        """Whether enough blocks have moved since the last look to make another worth its while, and the tier takes blocks."""
+        if self._num_moved < max(1, self._ahead // 8):
+            return False
+        return bool(self.host.slots) or (bool(self.flash.slots) and self._flash_backoff.may_try(now))
 
     def _needs_copy(self, block: KVCacheBlock) -> bool:
         key = block.block_hash
         return key is not None and key not in self.host and key not in self.flash and key not in self.jobs.storing_keys
 
-    def _demote_host(self, meta: LifetimeMetadata, now: float) -> None:
+    def _demote_host(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
         """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
-        if not self.host.slots or not self.flash.slots or self.jobs.num_demotions:
+        if not self.host.slots or not self.flash.slots or self.jobs.num_demotions or not self._flash_backoff.may_try(now):
             return
         reserve = max(1, len(self.host.slots) // HOST_RESERVE)
-        wanted = min(reserve - self.host.num_reclaimable, self._demote_limit)
+        wanted = min(reserve - self.host.num_reclaimable, limit)
         if wanted <= 0:
             return
         slots = next_to_demote(self.host.free_list, len(self.host.slots), wanted, self._needs_flash_copy)
@@ -445,7 +465,7 @@ class LifetimeScheduler:
             return
         now = time.monotonic()
         self._time_step(report.step, now)
-        self._oldest_io_s = report.oldest_io_s
+        self._oldest_start = report.oldest_start
         for kind, count in report.flash.items():
             if kind == BYTES_READ:
                 self.recorder.count(stats.BYTES_READ, "flash", by=count)
@@ -461,7 +481,9 @@ class LifetimeScheduler:
                 num_stored = self.jobs.finish_store(job)
                 if job.target is self.host:
                     self.recorder.count(stats.BYTES_WRITTEN, "host", by=num_stored * self._layout.block_bytes)
-                elif job.sources:
+                    continue
+                self._flash_backoff.note(num_stored > 0, now)
+                if job.sources and num_stored:
                     self._num_moved = self._ahead  # the host tier has room again
 
     def _time_step(self, step: int, now: float) -> None:
@@ -483,19 +505,27 @@ class LifetimeScheduler:
         self.recorder.count(stats.LOADS, outcome)
         self.recorder.count(stats.RECOMPUTED_BLOCKS, by=num_failed)
         block_bytes = self._layout.block_bytes
-        self.recorder.count(stats.BYTES_READ, "host", by=len(job.host) * block_bytes)
+        num_host = sum(1 for i in range(len(job.host)) if i not in job.result.failed)
+        self.recorder.count(stats.BYTES_READ, "host", by=num_host * block_bytes)
+        seconds = job.result.seconds
+        if job.result.is_late:
+            # It took at least this long; how long, nobody waited to see.
+            seconds = max(seconds, self._options.load_deadline_s)
+        elif num_failed or (job.host and job.flash):
+            return  # not a measurement of one tier
         tier = "flash" if job.flash else "host"
-        self._load_policy.observe_load(tier, (len(job.host) + len(job.flash)) * block_bytes, job.result.seconds)
+        self._load_policy.observe_load(tier, (len(job.host) + len(job.flash)) * block_bytes, seconds)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine should step although no request wants it: a fresh transfer or news for the metrics is pending.
 
         A transfer that hangs does not keep an idle engine spinning: it is picked up by the next request's step.
         """
-        if self._wants_step or self.jobs.has_fresh_work(time.monotonic()):
+        now = time.monotonic()
+        if self._wants_step or self.jobs.has_fresh_work(now):
             return True
         # Idle time is the best time to copy down.
-        return self._demotion_is_due and not len(self.jobs)
+        return self._demotion_is_due(now) and not len(self.jobs)
 
     # ------------------------------------------------------------------ boundaries and views
 
@@ -552,7 +582,8 @@ class LifetimeScheduler:
         for tier in (self.host, self.flash):
             answer[tier.name]["held_blocks"] = len(tier.slots) - tier.free_list.num_free_blocks
             answer[tier.name]["readable_blocks"] = len(tier)
-        answer["flash"]["oldest_io_s"] = round(self._oldest_io_s, 3)
+        age_s = 0.0 if self._oldest_start is None else time.monotonic() - self._oldest_start
+        answer["flash"]["oldest_io_s"] = round(age_s, 3)
         return answer
 
     def take_stats(self) -> stats.LifetimeStats | None:

@@ -228,9 +228,10 @@ class LifetimeWorker:
         if not self._step and not self._results and not flash:
             return None
         results, self._results = self._results, {}
-        oldest = min(self._started_at.values(), default=0.0)
-        age_s = time.monotonic() - oldest if oldest else 0.0
-        return LifetimeWorkerMetadata(step=self._step, results=results, flash=flash, oldest_io_s=age_s)
+        starts = list(self._started_at.values())
+        if self._flash is not None and (hanging := self._flash.oldest_start()) is not None:
+            starts.append(hanging)
+        return LifetimeWorkerMetadata(step=self._step, results=results, flash=flash, oldest_start=min(starts, default=None))
 
     def _new_flash_counts(self) -> Counter[str]:
         if self._device is None:

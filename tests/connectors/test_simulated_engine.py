@@ -325,6 +325,7 @@ def test_retired_blocks_are_evicted_first_and_never_copied_down(
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=100, flash=0, demote_ahead_blocks=10))
     serve(engine, "old", prompt(1, 160), metadata={"workflow_id": "old"}, max_tokens=1)
     serve(engine, "new", prompt(2, 480), metadata={"workflow_id": "new"}, max_tokens=1)
+    engine.settle()
     engine.boundary("workflow_end", "m", workflow_id="new")
     written = counters(engine)["bytes_written.host"]
     serve(engine, "next", prompt(3, 480), metadata={"workflow_id": "next"}, max_tokens=1)
