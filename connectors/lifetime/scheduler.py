@@ -119,6 +119,7 @@ class LifetimeScheduler:
         self._step_blocks = vllm_config.scheduler_config.max_num_batched_tokens // self._block_size
         self._ahead = 0
         self._demote_limit = max(1, options.demote_batch_bytes // layout.block_bytes)
+        self._num_staging = max(1, options.flash_staging_bytes // layout.block_bytes)
         self._num_moved = 0
         self._flash_backoff = Backoff()
         self._evicted_at: dict[bytes, float] = {}
@@ -412,6 +413,10 @@ class LifetimeScheduler:
         target = self.host if self.host.slots else self.flash
         if pool is None or self.jobs.num_stores or not self._demotion_is_due(now):
             return
+        if target is self.flash:
+            if self.jobs.loading_bytes["flash"]:
+                return  # the staging slots are the load's
+            limit = min(limit, self._num_staging)
         if target is self.host and self.flash.slots and not self._flash_backoff.is_failing:
             # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
             limit = min(limit, self.host.num_reclaimable)
@@ -444,7 +449,9 @@ class LifetimeScheduler:
 
     def _demote_host(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
         """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
-        if not self.host.slots or not self.flash.slots or self.jobs.num_demotions or not self._flash_backoff.may_try(now):
+        if not self.host.slots or not self.flash.slots or self.jobs.num_demotions or self.jobs.loading_bytes["flash"]:
+            return
+        if not self._flash_backoff.may_try(now):
             return
         reserve = max(1, len(self.host.slots) // HOST_RESERVE)
         wanted = min(reserve - self.host.num_reclaimable, limit)

@@ -175,6 +175,11 @@ def test_a_damaged_flash_block_is_recomputed(make_engine: Callable[..., Simulate
     assert totals["flash_faults.checksum"] > 0
     assert engine.outputs["again"][0] == int(chain(prompt(0, 320))[-1] % 997)
     assert serve(engine, "third", prompt(0, 320)) >= 19 * BLOCK_SIZE
+    # What was computed again is kept again.
+    engine.settle()
+    fill(engine, range(20, 24))
+    assert serve(engine, "fourth", prompt(0, 320)) >= 19 * BLOCK_SIZE
+    assert counters(engine)["loads.done"] == 1
 
 
 def test_truncated_flash_file_is_survived(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
