@@ -143,7 +143,9 @@ def test_a_thousand_aborts_leak_a_block(empty: Api, same_as_stock: Check) -> Non
     seen = asyncio.run(_abort_many(empty, 1000))
     print(f"aborted in {time.monotonic() - began:.0f} s: {dict(seen)}; {delta('lifetime_loads_total', outcome='done'):.0f} loads")
     assert seen["before any token"] + seen["while decoding"] >= 1000
-    assert min(seen["before any token"], seen["while decoding"], seen["polls with a queue"]) > 20
+    assert min(seen["before any token"], seen["while decoding"]) > 20
+    # How often the queue is polled depends on the machine; that there was one does not.
+    assert seen["polls with a queue"] > 0
     assert delta("lifetime_loads_total", outcome="done") > 20
     assert delta("lifetime_loads_total", outcome="failed") == 0
     tiers = empty.settle(timeout_s=10)
