@@ -12,12 +12,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import Request
 
+from vllm_lifetime.pool.access import HBM_TIER
 from vllm_lifetime.pool.free_list import TierFreeList
 
-__all__ = ["HBM", "LifetimeBlockPool", "PoolListener"]
-
-HBM = 0
-"""Number of the HBM tier in `Run.num_blocks`."""
+__all__ = ["LifetimeBlockPool", "PoolListener"]
 
 
 class PoolListener(Protocol):
@@ -45,7 +43,7 @@ class LifetimeBlockPool(BlockPool):
         super().__init__(*args, **kwargs)
         self.listener: PoolListener | None = None
         # The stock queue gave out its first block as the null block; the new one must not hold it.
-        self.free_list: TierFreeList[KVCacheBlock] = TierFreeList(self.blocks, HBM)
+        self.free_list: TierFreeList[KVCacheBlock] = TierFreeList(self.blocks, HBM_TIER)
         self.free_list.remove(self.null_block)
         self.free_block_queue = self.free_list  # type: ignore[assignment]
         self._run_of = self.free_list.run_of
@@ -85,7 +83,7 @@ class LifetimeBlockPool(BlockPool):
                 run = run_of[block_id]
                 if run is not None:
                     run_of[block_id] = None
-                    run.remove_member(HBM)
+                    run.remove_member(HBM_TIER)
                 forget(key, block_id)
                 block.reset_hash()
             block.ref_cnt += 1

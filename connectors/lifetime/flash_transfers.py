@@ -81,7 +81,8 @@ class FlashTransfers:
         self._num_copying = 0
         self._to_invalidate: list[int] = []
         self._num_clears = 0
-        self._clearing: Future[None] | None = None
+        self._forgetting: list[Future[None]] = []
+        """What the device is still to forget: while any is under way, nothing is written."""
 
     # ------------------------------------------------------------------ orders
 
@@ -136,7 +137,7 @@ class FlashTransfers:
         What is being written now is forgotten when it is there.
         """
         self._num_clears += 1
-        self._clearing = self._threads.submit(self._device.clear)
+        self._forgetting.append(self._threads.submit(self._device.clear))
         for _, _, flash_slots, _, _ in self._writing:
             self._to_invalidate.extend(flash_slots)
 
@@ -229,12 +230,11 @@ class FlashTransfers:
         staging: list[int],
         finished: Finished,
     ) -> None:
-        if self._clearing is not None:
-            if not self._clearing.done():
-                self._free_staging.extend(staging)
-                finished(set(range(len(sources))), False, 0.0)
-                return
-            self._clearing = None
+        self._forgetting = [future for future in self._forgetting if not future.done()]
+        if self._forgetting:
+            self._free_staging.extend(staging)
+            finished(set(range(len(sources))), False, 0.0)
+            return
         shares = self._shares(0, len(sources))
         writes = [self._threads.submit(self._write_some, sources[i:j], flash_slots[i:j], keys[i:j]) for i, j in shares]
         self._writing.append((writes, [j - i for i, j in shares], flash_slots, staging, finished))
@@ -251,7 +251,8 @@ class FlashTransfers:
         self._free_staging.extend(staging)
         if self._to_invalidate:
             stale = set(flash_slots).intersection(self._to_invalidate)
-            self._clearing = self._threads.submit(self._device.invalidate, sorted(stale))
+            if stale:
+                self._forgetting.append(self._threads.submit(self._device.invalidate, sorted(stale)))
             self._to_invalidate = [slot for slot in self._to_invalidate if slot not in stale]
         finished({i for i, ok in enumerate(done) if not ok}, False, 0.0)
 
@@ -300,8 +301,7 @@ class FlashTransfers:
 
     def shutdown(self) -> None:
         """Start no more reads and writes, and close the device, which waits for those that run, but not for ever."""
-        if self._clearing is not None:
-            # What was to be forgotten must not be there after a restart.
-            wait((self._clearing,), timeout=CLEAR_TIMEOUT_S)
+        # What was to be forgotten must not be there after a restart.
+        wait(self._forgetting, timeout=CLEAR_TIMEOUT_S)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._device.close()

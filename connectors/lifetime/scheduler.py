@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 
 from vllm_lifetime.boundaries import MAX_ID_LENGTH, Boundary, parse_request_metadata
 from vllm_lifetime.connectors.lifetime import stats
-from vllm_lifetime.connectors.lifetime.block_pool import HBM, LifetimeBlockPool
+from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
 from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.metadata import (
@@ -30,7 +30,7 @@ from vllm_lifetime.lifecycle import Lease, Lifecycle
 from vllm_lifetime.policy.backoff import Backoff
 from vllm_lifetime.policy.cost import LoadPolicy
 from vllm_lifetime.policy.demotion import next_to_demote
-from vllm_lifetime.pool.access import AccessTable, Path
+from vllm_lifetime.pool.access import HBM_TIER, AccessTable, Path
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.tiers import Slot, SlotTier, TierUsage
 
@@ -608,4 +608,4 @@ class LifetimeScheduler:
         return None if taken.is_empty() else taken
 
 
-assert HBM == 0 and (HOST, FLASH) == (1, 2)
+assert HBM_TIER == 0 and (HOST, FLASH) == (1, 2)

@@ -6,6 +6,7 @@ every scheduled request with the chain computed from its tokens, so that one wro
 token it samples depends on what it read. It runs thousands of engine steps per minute, which a real server does not.
 """
 
+import random
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,22 @@ def chain(tokens: list[int]) -> np.ndarray:
         value = (value * 6364136223846793005 + token * 1442695040888963407 + i + 1) & _MASK
         values[i] = value
     return values
+
+
+def prompt(seed: int, length: int = 320) -> list[int]:
+    """Token ids that no other seed shares a prefix with."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def tiers(tmp_path: Path, host: int = 20, flash: int = 250, **options: Any) -> dict[str, Any]:
+    """Options for so many host and flash blocks, loading whatever is found."""
+    answer: dict[str, Any] = {"load_policy": "always", "flash_staging_bytes": 8 * BLOCK_BYTES, **options}
+    if host:
+        answer["host_bytes"] = host * BLOCK_BYTES
+    if flash:
+        answer |= {"flash_path": str(tmp_path / "flash.kv"), "flash_bytes": (flash + 8) * 4096}
+    return answer
 
 
 @dataclass

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What hung, failed or lied once under attack; each test is named after the symptom."""
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_engine import BLOCK_BYTES, BLOCK_SIZE, SimulatedEngine
+from simulated_engine import BLOCK_BYTES, BLOCK_SIZE, SimulatedEngine, prompt, tiers
 from vllm.logger import _print_warning_once
 
 from vllm_lifetime.connectors.lifetime.options import OptionsError
@@ -17,22 +16,6 @@ from vllm_lifetime.flash import FlashError
 from vllm_lifetime.flash import device as flash_device
 
 NUM_BLOCKS = 48
-
-
-def prompt(seed: int, length: int = 320) -> list[int]:
-    """Token ids that no other seed shares a prefix with."""
-    rng = random.Random(seed)
-    return [rng.randrange(1000) for _ in range(length)]
-
-
-def tiers(tmp_path: Path, host: int, flash: int, **options: Any) -> dict[str, Any]:
-    """Options for so many host and flash blocks, loading whatever is found."""
-    answer: dict[str, Any] = {"load_policy": "always", "flash_staging_bytes": 8 * BLOCK_BYTES, **options}
-    if host:
-        answer["host_bytes"] = host * BLOCK_BYTES
-    if flash:
-        answer |= {"flash_path": str(tmp_path / "flash.kv"), "flash_bytes": (flash + 8) * 4096}
-    return answer
 
 
 def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
-from vllm_lifetime.connectors.lifetime.block_pool import HBM, LifetimeBlockPool
-from vllm_lifetime.pool.access import AccessTable, Path
+from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
+from vllm_lifetime.pool.access import HBM_TIER, AccessTable, Path
 from vllm_lifetime.pool.runs import Reader
 
 BLOCK_SIZE = 16
@@ -386,7 +386,7 @@ def test_evicting_blocks_with_a_run_empties_them(pool: LifetimeBlockPool, table:
     held = pool.blocks[ids[0]]
     pool.touch([held])
     pool.evict_blocks({ids[0], ids[2]})
-    assert run.num_blocks[HBM] == 2
+    assert run.num_blocks[HBM_TIER] == 2
     assert free_ids(pool)[0] == ids[2]
     pool.free_blocks([held])
     assert free_ids(pool)[0] == ids[0]

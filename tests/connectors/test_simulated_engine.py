@@ -9,25 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_engine import BLOCK_BYTES, BLOCK_SIZE, SimulatedEngine, WrongKV, chain
+from simulated_engine import BLOCK_SIZE, SimulatedEngine, WrongKV, chain, prompt, tiers
 
 NUM_BLOCKS = 48
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """Token ids that no other seed shares a prefix with."""
-    rng = random.Random(seed)
-    return [rng.randrange(1000) for _ in range(length)]
-
-
-def tiers(tmp_path: Path, host: int = 20, flash: int = 250, **options: Any) -> dict[str, Any]:
-    """Options for so many host and flash blocks, loading whatever is found."""
-    answer: dict[str, Any] = {"load_policy": "always", "flash_staging_bytes": 8 * BLOCK_BYTES, **options}
-    if host:
-        answer["host_bytes"] = host * BLOCK_BYTES
-    if flash:
-        answer |= {"flash_path": str(tmp_path / "flash.kv"), "flash_bytes": (flash + 8) * 4096}
-    return answer
 
 
 def fill(engine: SimulatedEngine, seeds: range, length: int = 320) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run, retired_rank
 
-__all__ = ["AccessTable", "Path"]
+__all__ = ["HBM_TIER", "AccessTable", "Path"]
 
 HBM_TIER = 0
+"""Number of the HBM tier in `Run.num_blocks`."""
 
 
 class Path:
