@@ -22,6 +22,12 @@ from benchmarks.server import metric_sum
 
 FORGED, *WHOLE = KEPT
 
+FLASH_BLOCKS = 1200
+"""Room for everything that is ever written here: nothing that a test asks for later may be evicted, however late the kill."""
+
+FILLERS_PER_WRITER = 5
+"""Different prompts with which each writer goes on until the server is gone: ten blocks each."""
+
 
 @dataclass
 class History:
@@ -46,7 +52,7 @@ def history(servers: Servers) -> Iterator[History]:
     servers.stop()
     directory = servers.directory()
     path = directory / "flash.kv"
-    options = tier_options("float32", path, 0, 400, flash_persist=True, demote_ahead_blocks=64)
+    options = tier_options("float32", path, 0, FLASH_BLOCKS, flash_persist=True, demote_ahead_blocks=64)
     told = History()
 
     with servers.start(directory, "float32", options) as api:
@@ -84,7 +90,7 @@ def _kill_while_writing(api: Api) -> tuple[float, int]:
         try:
             api.ask(WRITING[number])
             for more in itertools.count():  # go on until the server is gone
-                api.complete(filler(10_000 + 1000 * number + more), 1)
+                api.complete(filler(10_000 + 1000 * number + more % FILLERS_PER_WRITER), 1)
         except httpx.HTTPError:
             cut_off.append(number)
 
