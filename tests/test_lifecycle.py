@@ -1,179 +1,406 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: opened by requests, ended by boundaries, once each, and bounded."""
+"""Sessions, turns, sub-agents and what closes them: by events in any order, by what requests show, and by time."""
 
+import gc
+import tracemalloc
 from typing import Any
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+import pytest
 
-from vllm_lifetime.boundaries import Boundary, OutcomeStatus, RequestMetadata
-from vllm_lifetime.lifecycle import MAX_REMEMBERED_MESSAGES, Lease, Lifecycle
-from vllm_lifetime.pool.runs import Run
+from tests.lifecycle_testing import BLOCK_BYTES, LEASE_S, World
+from vllm_lifetime.boundaries import OutcomeStatus
+from vllm_lifetime.lifecycle import MAX_ENDED_SESSIONS, MAX_IDLE_AGENTS, MAX_LINES, MAX_REMEMBERED_MESSAGES
 
-BLOCK_BYTES = 10
-
-
-def make() -> tuple[Lifecycle, list[Lease]]:
-    """A registry, and the leases it has ended; each counts as one block."""
-    ended: list[Lease] = []
-
-    def end(lease: Lease) -> int:
-        ended.append(lease)
-        return 1
-
-    return Lifecycle(end, BLOCK_BYTES), ended
+ACCEPTED, DUPLICATE, IGNORED = OutcomeStatus.ACCEPTED, OutcomeStatus.DUPLICATE, OutcomeStatus.IGNORED
+SYSTEM = (1, 2)
+"""Two blocks that every conversation here begins with."""
 
 
-def event(kind: str, message_id: str, **fields: Any) -> Boundary:
-    """A boundary."""
-    return Boundary.model_validate({"kind": kind, "message_id": message_id, **fields})
+@pytest.fixture
+def world() -> World:
+    """A lifecycle over an empty pool."""
+    return World()
 
 
-def read_something(lease: Lease | None) -> None:
-    """Give the lease a run, so that it is not idle."""
-    assert lease is not None
-    run = Run(0, 1, 1)
-    run.add_member(0)
-    run.add_reader(lease)
+# ---------------------------------------------------------------------- naming
 
 
-def test_no_name_no_lease() -> None:
+def test_no_name_no_lease(world: World) -> None:
     """A request without session and workflow has an unknown lifetime."""
-    lifecycle, _ = make()
-    assert lifecycle.start_request(None, RequestMetadata()) is None
-    assert len(lifecycle) == 0
+    assert world.start(SYSTEM, session=None).reading is None
+    assert len(world.lifecycle) == 0
 
 
-def test_the_session_is_the_default_workflow() -> None:
+def test_the_session_is_the_default_workflow(world: World) -> None:
     """`workflow_end` with the session's name ends it."""
-    lifecycle, ended = make()
-    lease = lifecycle.start_request("s", RequestMetadata())
-    outcome = lifecycle.apply(event("workflow_end", "m", workflow_id="s"))
-    assert outcome.status is OutcomeStatus.ACCEPTED
-    assert (outcome.blocks, outcome.bytes) == (1, BLOCK_BYTES)
-    assert ended == [lease]
+    world.serve(SYSTEM, (3,))
+    outcome = world.event("workflow_end", workflow_id="s", session_id=None)
+    assert (outcome.status, outcome.blocks, outcome.bytes) == (ACCEPTED, 3, 3 * BLOCK_BYTES)
+    assert len(world.retired()) == 3
 
 
-def test_session_end_ends_its_leases_only() -> None:
-    """A workflow over two sessions goes on in the other."""
-    lifecycle, ended = make()
-    one = lifecycle.start_request("s1", RequestMetadata(workflow_id="w"))
-    two = lifecycle.start_request("s2", RequestMetadata(workflow_id="w"))
-    lifecycle.apply(event("session_end", "m1", session_id="s1"))
-    assert ended == [one]
-    lifecycle.apply(event("workflow_end", "m2", workflow_id="w"))
-    assert ended == [one, two]
+def test_session_end_leaves_the_workflow_in_another_session(world: World) -> None:
+    """A workflow over two sessions goes on in the other; its own end ends it there, too."""
+    world.serve((1, 1), session="s1", workflow_id="w")
+    world.serve((2, 2), session="s2", workflow_id="w")
+    assert world.event("session_end", session_id="s1").blocks == 2
+    assert world.retired() == {(1,), (1, 1)}
+    assert world.event("workflow_end", workflow_id="w", session_id=None).blocks == 2
+    assert len(world.lifecycle) == 0
 
 
-def test_an_event_counts_once() -> None:
-    """Retries are harmless, also after the workflow has been opened again."""
-    lifecycle, ended = make()
-    lifecycle.start_request("s", RequestMetadata())
-    assert lifecycle.apply(event("session_end", "m", session_id="s")).status is OutcomeStatus.ACCEPTED
-    lifecycle.start_request("s", RequestMetadata())
-    outcome = lifecycle.apply(event("session_end", "m", session_id="s"))
-    assert outcome.status is OutcomeStatus.DUPLICATE
-    assert len(ended) == 1 and len(lifecycle) == 1
+def test_workflow_end_leaves_the_session_s_other_workflow(world: World) -> None:
+    """Two workflows of one session end one by one."""
+    world.serve((1, 1), workflow_id="v")
+    world.serve((2, 2), workflow_id="w")
+    world.event("workflow_end", workflow_id="v")
+    assert world.retired() == {(1,), (1, 1)}
+    assert world.lifecycle.find_session("s") is not None
 
 
-def test_unknown_and_early_events_change_nothing() -> None:
-    """An end of what is not here, and kinds that free nothing yet, say so."""
-    lifecycle, ended = make()
-    lifecycle.start_request("s", RequestMetadata())
-    for message_id, kind in enumerate(("turn_end", "session_start", "compaction", "subagent_return", "subagent_spawn")):
-        assert lifecycle.apply(event(kind, str(message_id), session_id="s")).status is OutcomeStatus.IGNORED
-    outcome = lifecycle.apply(event("session_end", "x", session_id="other"))
-    assert outcome.status is OutcomeStatus.IGNORED and "'other'" in (outcome.reason or "")
-    assert not ended and len(lifecycle) == 1
+# ---------------------------------------------------------------------- turns
 
 
-def test_a_new_request_after_the_end_opens_a_new_generation() -> None:
-    """The old lease stays ended."""
-    lifecycle, _ = make()
-    old = lifecycle.start_request("s", RequestMetadata())
-    lifecycle.apply(event("session_end", "m", session_id="s"))
-    new = lifecycle.start_request("s", RequestMetadata())
-    assert new is not old
-    assert old is not None
-    lifecycle.finish_request(old)
-    assert len(lifecycle) == 1
+def test_turn_end_frees_what_the_turn_added(world: World) -> None:
+    """The first prompt of the turn survives; tool calls and answers do not."""
+    world.serve((*SYSTEM, 3), (4,))
+    world.serve((*SYSTEM, 3, 4, 5), (6,))
+    assert world.classes() == {"reasoning_stripped": 3, "reasoning_laden": 3}
+    outcome = world.event("turn_end")
+    assert (outcome.status, outcome.blocks) == (ACCEPTED, 3)
+    assert world.retired() == {(*SYSTEM, 3, 4), (*SYSTEM, 3, 4, 5), (*SYSTEM, 3, 4, 5, 6)}
+    assert world.segment_classes() == ["reasoning_stripped"]
 
 
-def test_idle_leases_are_forgotten() -> None:
-    """Sessions that never say goodbye do not pile up: a lease lives as long as its requests and its blocks."""
-    lifecycle, _ = make()
-    for i in range(100_000):
-        lease = lifecycle.start_request(f"s{i}", RequestMetadata(workflow_id=f"w{i}"))
-        assert lease is not None
-        lifecycle.finish_request(lease)
-    assert len(lifecycle) == 0
-    assert not lifecycle._by_session and not lifecycle._by_workflow
+def test_turns_go_on_after_turn_end(world: World) -> None:
+    """The next turn has a segment of its own, and the prompt without the reasoning is kept."""
+    for turn in range(3):
+        stripped = (*SYSTEM, 3, *range(10, 10 + turn))
+        world.serve(stripped, (50 + turn, 51))
+        world.serve((*stripped, 50 + turn, 51), (52,))
+        assert world.event("turn_end").blocks == 3
+        assert world.classes() == {"reasoning_stripped": len(stripped)}
 
 
-def test_a_lease_goes_with_its_last_block() -> None:
-    """Its blocks were evicted everywhere: nothing is left to retire."""
-    lifecycle, _ = make()
-    lease = lifecycle.start_request("s", RequestMetadata())
-    read_something(lease)
-    assert lease is not None
-    lifecycle.finish_request(lease)
-    assert len(lifecycle) == 1
-    for run in list(lease.runs):
-        run.remove_member(0)
-    assert len(lifecycle) == 0
+def test_a_new_turn_number_is_a_turn_end(world: World) -> None:
+    """Without any event: the next user message says that the last turn is over."""
+    world.serve((*SYSTEM, 3), (4, 5), turn=1)
+    world.serve((*SYSTEM, 3, 4, 5), (6,), turn=1)
+    world.serve((*SYSTEM, 3, 9), turn=2)
+    assert world.retired() == {(*SYSTEM, 3, 4), (*SYSTEM, 3, 4, 5), (*SYSTEM, 3, 4, 5, 6)}
 
 
-def test_message_ids_are_bounded() -> None:
-    """Only so many are remembered."""
-    lifecycle, _ = make()
-    for i in range(MAX_REMEMBERED_MESSAGES + 100):
-        lifecycle.apply(event("turn_end", str(i), session_id="s"))
-    assert len(lifecycle._messages) == MAX_REMEMBERED_MESSAGES
+def test_stripped_reasoning_is_seen_without_event_and_number(world: World) -> None:
+    """A prompt that repeats the turn's first one, and not what came after, begins a new turn."""
+    world.serve((*SYSTEM, 3), (4, 5), agent="coder")
+    world.serve((*SYSTEM, 3, 4, 5), (6, 7), agent="coder")
+    world.serve((*SYSTEM, 3, 9), (10,), agent="coder")
+    assert world.retired() == {(*SYSTEM, 3, 4), (*SYSTEM, 3, 4, 5), (*SYSTEM, 3, 4, 5, 6), (*SYSTEM, 3, 4, 5, 6, 7)}
+    assert world.classes() == {"reasoning_stripped": 4, "reasoning_laden": 1}
 
 
-class LifecycleMachine(RuleBasedStateMachine):
-    """Any order of requests and events: the indexes agree, and no lease ends twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lifecycle, self.ended = make()
-        self.running: list[Lease] = []
-        self.count = 0
-
-    @rule(session=st.sampled_from([None, "a", "b"]), workflow=st.sampled_from([None, "a", "v", "w"]), reads=st.booleans())
-    def start(self, session: str | None, workflow: str | None, reads: bool) -> None:
-        lease = self.lifecycle.start_request(session, RequestMetadata(workflow_id=workflow))
-        assert (lease is None) == (session is None and workflow is None)
-        if lease is not None:
-            assert lease not in self.ended
-            self.running.append(lease)
-            if reads:
-                read_something(lease)
-
-    @rule(which=st.integers(0, 100))
-    def finish(self, which: int) -> None:
-        if self.running:
-            self.lifecycle.finish_request(self.running.pop(which % len(self.running)))
-
-    @rule(kind=st.sampled_from(["session_end", "workflow_end"]), name=st.sampled_from(["a", "b", "v", "w"]), again=st.booleans())
-    def end(self, kind: str, name: str, again: bool) -> None:
-        self.count += not again
-        before = len(self.ended)
-        fields = {"session_id": name} if kind == "session_end" else {"workflow_id": name}
-        outcome = self.lifecycle.apply(event(kind, f"{kind}-{name}-{self.count}", **fields))
-        assert outcome.blocks == len(self.ended) - before
-
-    @invariant()
-    def indexes_agree(self) -> None:
-        leases = set(self.lifecycle._leases.values())
-        assert set().union(*self.lifecycle._by_workflow.values(), set()) == leases
-        assert set().union(*self.lifecycle._by_session.values(), set()) == {x for x in leases if x.session_id is not None}
-        assert all(self.lifecycle._by_session.values()) and all(self.lifecycle._by_workflow.values())
-        assert len(self.ended) == len(set(self.ended))
-        assert not leases & set(self.ended)
-        assert all(lease.runs or lease.num_requests for lease in leases)
+def test_turn_end_frees_what_the_next_turn_reads(world: World) -> None:
+    """A harness that keeps its reasoning is found out after one turn: later turn ends free nothing, nor in other sessions."""
+    world.serve((*SYSTEM, 3), (4, 5), turn=1)
+    world.event("turn_end", turn=1)
+    assert len(world.retired()) == 2
+    world.serve((*SYSTEM, 3, 4, 5, 6), (7, 8), turn=2)
+    assert not world.retired()
+    assert world.event("turn_end", turn=2).blocks == 0
+    world.serve((*SYSTEM, 13), (14, 15), session="other", turn=1)
+    assert world.event("turn_end", session_id="other").blocks == 0
+    assert not world.retired()
 
 
-TestLifecycleMachine = LifecycleMachine.TestCase
-TestLifecycleMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def test_a_lost_last_answer_is_not_stripped_reasoning(world: World) -> None:
+    """The last answer in another tokenization: the harness keeps its turns all the same."""
+    world.serve((*SYSTEM, 3), (4,), turn=1)
+    world.serve((*SYSTEM, 3, 4, 5, 6, 7), (8, 9), turn=1)
+    world.serve((*SYSTEM, 3, 4, 5, 6, 7, 20, 21), (22, 23), turn=2)
+    assert world.retired() == {(*SYSTEM, 3, 4, 5, 6, 7, 8), (*SYSTEM, 3, 4, 5, 6, 7, 8, 9)}
+    assert world.event("turn_end", turn=2).blocks == 0
+
+
+def test_an_aborted_answer_is_kept_as_if_it_would_be_read(world: World) -> None:
+    """No later prompt has half an answer in it."""
+    served = world.start((*SYSTEM, 3), (4, 5))
+    world.compute(served)
+    world.finish(served, is_aborted=True)
+    assert world.retired() == {(*SYSTEM, 3, 4), (*SYSTEM, 3, 4, 5)}
+
+
+def test_explicit_classes_are_believed(world: World) -> None:
+    """A request that says what its tokens are is not second-guessed; `segment_id` names segments of its own."""
+    world.serve((1, 1), (5,), segment_class="lead", agent="a")
+    world.serve((2, 2), (5,), segment_class="reasoning_laden", agent="b")
+    world.serve((3, 3), (5,), segment_class="shared", agent="c", segment_id="prompt")
+    assert world.classes() == {"lead": 3, "reasoning_laden": 3, "shared": 3}
+    assert world.event("turn_end").blocks == 3
+    assert world.classes() == {"lead": 3, "shared": 3}
+
+
+# ---------------------------------------------------------------------- sub-agents
+
+
+def spawn_two(world: World) -> None:
+    """A lead with a worker and a reviewer that share its first two blocks."""
+    world.serve((*SYSTEM, 3), agent_id="lead", agent="lead")
+    world.event("subagent_spawn", agent="coder", agent_id="w1", parent_agent_id="lead", spawn={"instruction": "x", "position": 0})
+    world.event("subagent_spawn", agent="code reviewer", agent_id="r1", parent_agent_id="lead")
+    world.serve((*SYSTEM, 4), (5, 6), agent_id="w1")
+    world.serve((*SYSTEM, 7), (8,), agent_id="r1")
+
+
+def test_subagent_return_frees_its_private_blocks_only(world: World) -> None:
+    """R32: the parent's context stays, the other sub-agent's too."""
+    spawn_two(world)
+    assert world.segment_classes() == ["lead", "reviewer", "worker"]
+    # The shared top counts for the longest-lived of its readers.
+    assert world.classes() == {"lead": 3, "worker": 3, "reviewer": 2}
+    outcome = world.event("subagent_return", agent_id="w1")
+    assert (outcome.status, outcome.blocks) == (ACCEPTED, 3)
+    assert world.retired() == {(*SYSTEM, 4), (*SYSTEM, 4, 5), (*SYSTEM, 4, 5, 6)}
+    assert world.segment_classes() == ["lead", "reviewer"]
+    assert world.event("subagent_return", agent_id="w1").status is IGNORED
+
+
+def test_the_return_of_an_unknown_agent_ends_the_main_agent(world: World) -> None:
+    """It does not."""
+    world.serve((*SYSTEM, 3), (4,))
+    outcome = world.event("subagent_return", agent_id="never seen")
+    assert outcome.status is IGNORED and "'never seen'" in (outcome.reason or "")
+    assert world.event("subagent_return").status is IGNORED
+    assert not world.retired()
+
+
+def test_requests_alone_say_who_spawned_whom(world: World) -> None:
+    """`parent_agent_id` without any event makes a worker, and a lead of the parent."""
+    world.serve((*SYSTEM, 3), agent_id="lead")
+    world.serve((*SYSTEM, 4), (5,), agent_id="w1", parent_agent_id="lead")
+    assert world.segment_classes() == ["lead", "worker"]
+
+
+def test_an_announced_subagent_is_recognised_among_nameless_requests(world: World) -> None:
+    """The harness announces it by events but does not name its requests: the new conversation is the sub-agent's."""
+    world.serve((*SYSTEM, 3), (4,))
+    world.event("subagent_spawn", agent="explorer", agent_id="a1")
+    world.serve((9, 8), (7,))
+    world.serve((9, 8, 7, 6), (5,))
+    assert world.segment_classes() == ["lead", "reasoning_laden", "worker"]
+    assert world.event("subagent_return", agent_id="a1").blocks == 5
+    assert world.event("session_end").blocks == 4
+
+
+# ---------------------------------------------------------------------- compaction
+
+
+def test_compaction_keeps_the_dropped_suffix(world: World) -> None:
+    """R31: what the compacted context no longer has is retired; what it shares with the old one stays."""
+    old = (*SYSTEM, *range(10, 30))
+    world.serve(old)
+    new = (*SYSTEM, *range(40, 46))
+    served = world.start(new)
+    assert not world.retired(), "before the request has its prefix"
+    world.compute(served)
+    world.finish(served)
+    assert world.retired() == {old[: n + 1] for n in range(2, len(old))}
+
+
+def test_a_side_request_ends_the_conversation(world: World) -> None:
+    """A nameless request with the same top and little of its own is another conversation, and both go on."""
+    main = (*SYSTEM, *range(10, 20))
+    world.serve(main)
+    world.serve((*SYSTEM, 50, 51))
+    assert not world.retired()
+    world.serve((*main, 20, 21))
+    world.serve((*SYSTEM, 50, 51, 52))
+    assert not world.retired()
+
+
+def test_two_conversations_take_turns_at_ending_each_other(world: World) -> None:
+    """Parallel requests of one named agent are told apart while they run."""
+    one, two = world.start((*SYSTEM, 10, 11), (12,), agent="a"), world.start((*SYSTEM, 20, 21), (22,), agent="a")
+    for served in (one, two):
+        world.compute(served)
+    for served in (one, two):
+        world.finish(served)
+    world.serve((*SYSTEM, 10, 11, 12, 13), agent="a")
+    world.serve((*SYSTEM, 20, 21, 22, 23), agent="a")
+    assert not world.retired()
+
+
+def test_a_compaction_event_frees_at_once(world: World) -> None:
+    """The context has been replaced; what another agent reads of it stays."""
+    world.serve((*SYSTEM, 3), (4,), agent_id="main")
+    world.serve((*SYSTEM, 7), agent_id="other")
+    assert world.event("compaction", agent_id="main").blocks == 2
+    world.serve((*SYSTEM, 9), (10,), agent_id="main")
+    assert world.classes() == {"reasoning_stripped": 4, "reasoning_laden": 1}
+
+
+def test_a_compaction_event_before_the_summary_waits_for_it(world: World) -> None:
+    """`expected_return_s`: the context is read once more, and then replaced, by however little."""
+    world.serve((*SYSTEM, 3, 4), (5,))
+    assert world.event("compaction", expected_return_s=0.0).blocks == 0
+    world.serve((*SYSTEM, 3, 4, 5, 6), (7,))
+    assert not world.retired()
+    world.event("compaction", expected_return_s=0.0)
+    world.serve((*SYSTEM, 8), (9,))
+    assert (*SYSTEM, 3) in world.retired() and SYSTEM not in world.retired()
+
+
+# ---------------------------------------------------------------------- order, duplicates, loss
+
+
+def test_an_event_counts_once(world: World) -> None:
+    """Retries are harmless, also after the session has been opened again."""
+    world.serve(SYSTEM)
+    assert world.event("session_end", message_id="m").status is ACCEPTED
+    world.serve(SYSTEM)
+    assert world.event("session_end", message_id="m").status is DUPLICATE
+    assert not world.retired()
+
+
+def test_events_about_what_is_not_here_change_nothing(world: World) -> None:
+    """They say so, and open nothing."""
+    for kind in ("turn_end", "compaction", "subagent_return", "session_end", "workflow_end"):
+        outcome = world.event(kind, session_id="other", agent_id="a")
+        assert outcome.status is IGNORED and outcome.reason
+    assert len(world.lifecycle) == 0
+
+
+@pytest.mark.parametrize("running", ["turn_end", "subagent_return", "compaction", "workflow_end", "session_end"])
+def test_a_boundary_takes_blocks_from_a_running_request(world: World, running: str) -> None:
+    """It waits for the request, which may go on writing; then everything of it is retired."""
+    served = world.start((*SYSTEM, 3), (4, 5), agent="a", segment_class="reasoning_laden")
+    world.compute(served, 1)
+    outcome = world.event(running, agent="a")
+    assert outcome.status is ACCEPTED and outcome.blocks == 0 and "wait" in (outcome.reason or "")
+    assert not world.retired()
+    world.compute(served)
+    assert not world.retired()
+    world.finish(served)
+    assert len(world.retired()) == 5
+
+
+def test_a_late_turn_end_retires_a_reopened_session(world: World) -> None:
+    """By the clock, by the turn, by the generation, and when the session has not answered anything yet."""
+    world.serve((*SYSTEM, 3), (4,))
+    world.event("session_end", sent_at_s=100.0)
+    served = world.start((*SYSTEM, 3), (9,), turn=7)
+    world.compute(served)
+    late: list[dict[str, Any]] = [{}, {"sent_at_s": 99.0}, {"turn": 6}, {"generation": 0}]
+    for fields in late:
+        assert world.event("turn_end", **fields).status is IGNORED, fields
+    world.finish(served)
+    for fields in late[1:]:
+        assert world.event("turn_end", **fields).status is IGNORED, fields
+    assert world.retired() == {(*SYSTEM, 3, 4)}, "what only the ended generation had read"
+    assert world.event("session_end", sent_at_s=99.0).status is IGNORED
+    assert world.event("turn_end", sent_at_s=101.0, turn=7, generation=1).blocks == 1
+
+
+def test_a_late_subagent_return_ends_the_next_one_of_that_name(world: World) -> None:
+    """After the session's end it finds nothing; in a session opened again it is recognised by its time."""
+    spawn_two(world)
+    world.event("session_end", sent_at_s=10.0)
+    assert world.event("subagent_return", agent_id="w1").status is IGNORED
+    world.serve((*SYSTEM, 4), (5, 6), agent_id="w1")
+    assert world.event("subagent_return", agent_id="w1", sent_at_s=9.0).status is IGNORED
+    assert not world.retired() & {(*SYSTEM, 4)}
+
+
+def test_generations_count_reopenings(world: World) -> None:
+    """Also when the session went by the end of its only workflow."""
+    for generation in range(3):
+        world.serve(SYSTEM)
+        session = world.lifecycle.find_session("s")
+        assert session is not None and session.generation == generation
+        world.event("session_end") if generation else world.event("workflow_end", workflow_id="s")
+        assert world.lifecycle.ended_generation("s") == generation
+
+
+def test_lost_sessions_hold_their_blocks_for_ever(world: World) -> None:
+    """A lease's time after its last request an agent is closed; one that is still running, or heard of, is not."""
+    world.serve((1, 1), session="lost")
+    running = world.start((2, 2), session="running")
+    world.compute(running)
+    world.now += LEASE_S - 1
+    world.serve((3, 3), session="alive")
+    world.now += 2
+    assert world.lifecycle.expire() == 2
+    assert world.retired() == {(1,), (1, 1)}
+    assert world.lifecycle.num_expired == 1
+    world.finish(running)
+    world.now += LEASE_S + 1
+    assert world.lifecycle.expire() == 4
+    assert len(world.lifecycle) == 0
+
+
+def test_a_ghost_subagent_holds_its_blocks_for_ever(world: World) -> None:
+    """It never returns: its own lease ends it, while its session goes on."""
+    spawn_two(world)
+    world.now += LEASE_S - 1
+    world.serve((*SYSTEM, 3, 9), agent_id="lead")
+    world.now += 2
+    world.lifecycle.expire()
+    assert (*SYSTEM, 4) in world.retired() and (*SYSTEM, 7) in world.retired()
+    assert (*SYSTEM, 3) not in world.retired()
+
+
+# ---------------------------------------------------------------------- bounds
+
+
+def test_100k_sessions_opened_and_dropped_leave_memory_flat() -> None:
+    """Opened by requests and by events, ended or not: what is remembered is bounded."""
+    world = World(num_hbm=16, num_host=0, num_flash=0)
+
+    def churn(start: int, count: int) -> None:
+        for i in range(start, start + count):
+            match i % 4:
+                case 0:
+                    world.serve((i % 200, 1), session=f"s{i}", workflow_id=f"w{i}", agent=f"role{i}", turn=i)
+                case 1:
+                    world.serve((i % 200, 2), session=f"s{i}")
+                    world.event("session_end", session_id=f"s{i}")
+                case 2:
+                    world.event("session_start", session_id=f"s{i}")
+                case 3:
+                    world.event("subagent_spawn", session_id=f"s{i}", agent_id=f"a{i}", spawn={"instruction": "x" * 100})
+            world.ended.clear()
+
+    churn(0, 50_000)
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    churn(50_000, 50_000)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    lifecycle = world.lifecycle
+    # What replaced older records was allocated while tracing, those records before: at most all of them count as growth.
+    records = len(lifecycle) + lifecycle.num_agents + len(lifecycle._ended) + len(lifecycle._messages)
+    print(f"{grown} bytes grown, {records} records")
+    assert len(lifecycle) <= MAX_IDLE_AGENTS + 16 and lifecycle.num_agents <= MAX_IDLE_AGENTS + 16
+    assert len(lifecycle._ended) <= MAX_ENDED_SESSIONS and len(lifecycle._messages) <= MAX_REMEMBERED_MESSAGES
+    assert grown < 4000 * records
+
+
+def test_conversations_of_one_name_are_bounded(world: World) -> None:
+    """A harness that names nothing but its session, and begins conversation after conversation."""
+    world = World(num_hbm=1000)
+    for i in range(MAX_LINES + 20):
+        world.serve((100 + i, 1))
+    session = world.lifecycle.find_session("s")
+    assert session is not None and len(session.agents) == MAX_LINES
+    assert (100, 1) in world.retired() and (100 + MAX_LINES + 19, 1) not in world.retired()
+
+
+def test_blocks_evicted_everywhere_leave_a_session_behind(world: World) -> None:
+    """Nothing is left to retire: it is idle, and its end says so."""
+    world.serve((1, 1), session="gone")
+    for i in range(40):
+        world.serve((50 + i, 3), session=f"other {i}")
+    session = world.lifecycle.find_session("gone")
+    assert session is not None and all(not agent.segments for agent in session.agents)
+    assert world.event("session_end", session_id="gone").blocks == 0

@@ -26,6 +26,7 @@ __all__ = [
     "MAX_BATCH",
     "MAX_COUNT",
     "MAX_ID_LENGTH",
+    "MAX_RETAIN_S",
     "MAX_SPAWN_TEXT_LENGTH",
     "MAX_SPAWN_TOOLS",
     "METADATA_KEY",
@@ -51,6 +52,9 @@ MAX_BATCH = 1000
 
 MAX_ID_LENGTH = 256
 """Most characters in an id or a name."""
+
+MAX_RETAIN_S = 86_400.0
+"""Longest wish to keep something, in seconds: a day."""
 
 MAX_SPAWN_TEXT_LENGTH = 65_536
 """Most characters in a spawn record's instruction, and in its context."""
@@ -129,7 +133,17 @@ class Boundary(BaseModel):
     parent_agent_id: Id | None = None
     spawn: Spawn | None = None
     expected_return_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
-    """Seconds until the harness expects to read this context again."""
+    """Seconds until the harness expects to read this context again. Set on a `compaction`, it says that the old context will be
+    read once more, to be summarised."""
+
+    turn: Count | None = None
+    """The turn that the event is about, as in the requests' `RequestMetadata.turn`."""
+
+    generation: Count | None = None
+    """The generation of the session that the event is about, as `GET /lifetime/v1/sessions` shows it."""
+
+    sent_at_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """When the harness sent the event, in Unix seconds of its clock; compared with other events of the session only."""
 
     @field_validator("session_id", mode="after")
     @classmethod
@@ -164,6 +178,10 @@ class RequestMetadata(BaseModel):
     segment_id: Id | None = None
     segment_class: SegmentClass | None = None
     turn: Count | None = None
+    """Number of the user message that the request answers; a new number begins a new turn."""
+
+    retain_s: Annotated[float, Field(ge=0, le=MAX_RETAIN_S, allow_inf_nan=False)] | None = None
+    """Wish to keep what this request reads for so many seconds after it."""
 
 
 _EMPTY = RequestMetadata()

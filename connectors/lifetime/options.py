@@ -67,6 +67,16 @@ class LifetimeOptions(BaseModel):
         default=4, description="Threads per worker for flash reads and writes."
     )
 
+    lease_s: Annotated[float, Field(gt=0, le=30 * 86400)] = Field(
+        default=3600.0,
+        description="An agent of which nothing is heard for so many seconds is taken for lost: its blocks are retired.",
+    )
+    compaction_tokens: Annotated[int, Field(strict=True, ge=1)] = Field(
+        default=4096,
+        description="A request that names no agent, leaves its session's context in the middle and brings at least so many "
+        "tokens of its own is taken for a compaction; with fewer it is another conversation of the session.",
+    )
+
     @model_validator(mode="after")
     def _flash_is_whole(self) -> "LifetimeOptions":
         if self.flash_bytes and self.flash_path is None:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.request import RequestStatus
 
-from vllm_lifetime.boundaries import MAX_ID_LENGTH, Boundary, parse_request_metadata
+from vllm_lifetime.agents import Reading
+from vllm_lifetime.boundaries import MAX_ID_LENGTH, parse_request_metadata
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
+from vllm_lifetime.connectors.lifetime.control_calls import ControlCalls
+from vllm_lifetime.connectors.lifetime.demotion import Demotion
 from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.metadata import (
@@ -26,12 +30,12 @@ from vllm_lifetime.connectors.lifetime.metadata import (
     LifetimeWorkerMetadata,
 )
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError
-from vllm_lifetime.lifecycle import Lease, Lifecycle
-from vllm_lifetime.policy.backoff import Backoff
+from vllm_lifetime.lifecycle import MIN_SHARED_TOKENS, Lifecycle
 from vllm_lifetime.policy.cost import LoadPolicy
-from vllm_lifetime.policy.demotion import next_to_demote
-from vllm_lifetime.pool.access import HBM_TIER, AccessTable, Path
+from vllm_lifetime.policy.retention import Retention, RetentionTable
+from vllm_lifetime.pool.access import HBM_TIER, TIER_NAMES, AccessTable, Path
 from vllm_lifetime.pool.free_list import TierFreeList
+from vllm_lifetime.pool.runs import Rank, Reader, Run
 from vllm_lifetime.pool.tiers import Slot, SlotTier, TierUsage
 
 if TYPE_CHECKING:
@@ -45,23 +49,20 @@ __all__ = ["LifetimeScheduler"]
 
 logger = init_logger(__name__)
 
-TIER_NAMES = ("hbm", "host", "flash")
-
 MAX_EVICTED_REMEMBERED = 1 << 16
 """Evicted hashes whose time of eviction is kept, to measure how soon they are wanted again."""
 
-HOST_RESERVE = 8
-"""One slot in so many of the host tier is kept reclaimable by moving the coldest blocks to flash."""
-
-LOAD_SHARE = 8
-"""While loads are in flight, copies down are this many times smaller."""
+CLASSES_EVERY_S = 1.0
+"""How often blocks are counted by class for the metrics, at most, while the engine runs."""
 
 
 @dataclass(slots=True)
 class RequestState:
     """What the scheduler side knows of a request, from its arrival to its end."""
 
-    lease: Lease | None
+    reading: Reading | None
+    boundary: int
+    """Blocks before this index are the prompt's."""
     paths: dict[int, Path] = field(default_factory=dict)
     """By KV cache group."""
     num_local_blocks: int | None = None
@@ -79,7 +80,9 @@ class RequestState:
         """The request's path in a KV cache group."""
         path = self.paths.get(group_id)
         if path is None:
-            path = self.paths[group_id] = Path(self.lease)
+            reading = self.reading
+            path = Path(None) if reading is None else Path(reading.prompt, reading.output, self.boundary)
+            self.paths[group_id] = path
         return path
 
 
@@ -92,8 +95,8 @@ class LifetimeScheduler:
     """
 
     def __init__(self, vllm_config: "VllmConfig", layout: KVLayout, options: LifetimeOptions) -> None:
-        self._options = options
-        self._layout = layout
+        self.options = options
+        self.layout = layout
         self._block_size = layout.block_size_tokens
         self._world_size: int = vllm_config.parallel_config.world_size
         self._pool: LifetimeBlockPool | None = None
@@ -109,26 +112,31 @@ class LifetimeScheduler:
         self.host = SlotTier("host", HOST, num_host_slots, self._on_slot_evicted)
         self.flash = SlotTier("flash", FLASH, 0, self._on_slot_evicted)
         self.jobs = TransferJobs(self.host, self.flash, self._run_of_block, self._world_size)
-        self._lifecycle = Lifecycle(self._end_lease, layout.block_bytes)
+        self.lifecycle = Lifecycle(
+            self._end_reader,
+            layout.block_bytes,
+            options.lease_s,
+            hash_tokens=layout.block_size_tokens,
+            min_new_tokens=options.compaction_tokens,
+            min_shared_tokens=min(MIN_SHARED_TOKENS, options.compaction_tokens),
+        )
+        self.retentions: RetentionTable | None = None
+        self._calls = ControlCalls(self)
         self._access: AccessTable | None = None
+        self._demotion: Demotion | None = None
         # Next step's orders.
         self._loads: list[LoadJob] = []
         self._flush: set[int] = set()
         self._clear_flash = False
-        # Demotion: how far ahead of eviction, and how many blocks have moved since the last look.
         self._step_blocks = vllm_config.scheduler_config.max_num_batched_tokens // self._block_size
-        self._ahead = 0
-        self._demote_limit = max(1, options.demote_batch_bytes // layout.block_bytes)
-        self._num_staging = max(1, options.flash_staging_bytes // layout.block_bytes)
-        self._num_moved = 0
-        self._flash_backoff = Backoff()
         self._evicted_at: dict[bytes, float] = {}
         # Step timing: step number -> (start, tokens); the worker echoes the number.
         self._step = 0
         self._steps: dict[int, tuple[float, int]] = {}
         self._last_step_end = 0.0
         self._wants_step = False
-        self._usage_shown: dict[tuple[str, str], int] = {}
+        self._usage_shown: dict[tuple[str, ...], int] = {}
+        self._classes_due = 0.0
         self._oldest_start: float | None = None
 
     # ------------------------------------------------------------------ binding
@@ -155,12 +163,22 @@ class LifetimeScheduler:
     def _bind_access(self) -> None:
         if self._pool is None:
             return
-        ahead = self._options.demote_ahead_blocks
+        ahead = self.options.demote_ahead_blocks
         if ahead is None:
             ahead = min(max(16, 2 * self._step_blocks), self._pool.num_gpu_blocks // 2)
-        self._ahead = self._num_moved = ahead
+        self._demotion = Demotion(
+            self._pool,
+            self.host,
+            self.flash,
+            self.jobs,
+            ahead=ahead,
+            batch_blocks=max(1, self.options.demote_batch_bytes // self.layout.block_bytes),
+            staging_blocks=max(1, self.options.flash_staging_bytes // self.layout.block_bytes),
+        )
         free_lists: list[TierFreeList[Any]] = [self._pool.free_list, self.host.free_list, self.flash.free_list]
         self._access = AccessTable(free_lists, self._copies_of, self._pool.twin_of)
+        capacity = self._pool.num_gpu_blocks + len(self.host.slots) + len(self.flash.slots)
+        self.retentions = RetentionTable(self._access, capacity)
 
     def _copies_of(self, key: bytes) -> list[tuple[int, Slot]]:
         copies = []
@@ -188,15 +206,15 @@ class LifetimeScheduler:
             # Not the request's id: that would make every line another one.
             logger.warning_once("a request's metadata: %s", problem)
         old = self._requests.get(request.request_id)
-        if old is not None and old.lease is not None:
-            self._lifecycle.finish_request(old.lease)
+        if old is not None and old.reading is not None:
+            self.note_retired(self.lifecycle.finish_request(old.reading, ()))
         session_id = request.session_id
         if session_id is not None and not 0 < len(session_id) <= MAX_ID_LENGTH:
             # No boundary could name it.
             session_id = None
             self.recorder.count(stats.BAD_METADATA)
-        lease = self._lifecycle.start_request(session_id, metadata)
-        self._requests[request.request_id] = RequestState(lease)
+        reading = self.lifecycle.start_request(session_id, metadata, request.block_hashes)
+        self._requests[request.request_id] = RequestState(reading, request.num_prompt_tokens // self._block_size)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after vLLM's own hit to load from below. Called at every attempt to admit the request."""
@@ -261,7 +279,7 @@ class LifetimeScheduler:
 
     def _bytes_by_tier(self, plan: Sequence[Slot]) -> dict[str, int]:
         num_host = sum(1 for slot in plan if self._is_host(slot))
-        block_bytes = self._layout.block_bytes
+        block_bytes = self.layout.block_bytes
         return {"host": num_host * block_bytes, "flash": (len(plan) - num_host) * block_bytes}
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
@@ -272,11 +290,16 @@ class LifetimeScheduler:
         plan, state.plan = state.plan, []
         if state.num_local_blocks is not None:
             start, state.num_local_blocks = state.num_local_blocks, None
+            self.recorder.count(stats.REQUESTS)
+            self.recorder.count(stats.PROMPT_TOKENS, by=request.num_tokens)
             self._note_hits("hbm", start)
-            if self._access is not None and (state.lease is not None or self._access.has_runs):
+            if self._access is not None and (state.reading is not None or self._access.has_runs):
                 for group_id, group in enumerate(blocks.blocks):
                     hit = start if len(blocks.blocks) == 1 else 0
                     self._access.read(state.path(group_id), group, hit)
+                # Nothing more to load or to find computed: the request has its whole prefix.
+                if state.reading is not None and not num_external_tokens and start >= state.boundary - 1:
+                    self.note_retired(self.lifecycle.has_read(state.reading))
             if num_external_tokens > 0:
                 self._queue_load(request, state, blocks.blocks[0], start, plan[: num_external_tokens // self._block_size])
 
@@ -289,7 +312,7 @@ class LifetimeScheduler:
         self._note_hits("host", len(host))
         self._note_hits("flash", len(flash))
         num_blocks_left = -(-request.num_tokens // self._block_size) - start - len(plan)
-        job = self.jobs.start_load(request.request_id, host, flash, max(0, num_blocks_left), self._layout.block_bytes)
+        job = self.jobs.start_load(request.request_id, host, flash, max(0, num_blocks_left), self.layout.block_bytes)
         self._loads.append(job)
         state.loaded_end = start + len(plan)
         state.loading = (len(host), len(flash))
@@ -307,10 +330,23 @@ class LifetimeScheduler:
     def request_finished(self, request: "Request") -> None:
         """The request is over, however it ended; vLLM frees its blocks next. A load in flight goes on and reports itself."""
         state = self._requests.pop(request.request_id, None)
-        if state is not None and state.lease is not None:
-            self._lifecycle.finish_request(state.lease)
+        if state is not None and state.reading is not None:
+            self._retain(state.reading)
+            is_aborted = request.status == RequestStatus.FINISHED_ABORTED
+            self.note_retired(self.lifecycle.finish_request(state.reading, request.block_hashes, is_aborted=is_aborted))
         # What it gives back may be the next to be evicted.
-        self._num_moved = self._ahead
+        if self._demotion is not None:
+            self._demotion.look_again()
+
+    def _retain(self, reading: Reading) -> None:
+        """Keep what the request has read for as long as it wished."""
+        if not reading.retain_s or self.retentions is None:
+            return
+        agent = reading.agent
+        retention = agent.retention
+        if not isinstance(retention, Retention) or not retention.is_live:
+            retention = agent.retention = self.retentions.new(reading.prompt.workflow_id)
+        self.retentions.retain(retention, list(reading.prompt.runs), reading.retain_s, time.monotonic())
 
     # ------------------------------------------------------------------ the pool's calls (hot path)
 
@@ -328,15 +364,18 @@ class LifetimeScheduler:
                     outcome = "reloaded" if index < loaded_end else "recomputed"
                     self.recorder.observe(stats.REUSE_GAP, outcome, value=time.monotonic() - evicted_at)
         access = self._access
-        if access is None or state is None or (state.lease is None and not access.has_runs):
+        if access is None or state is None or (state.reading is None and not access.has_runs):
             return
         path = state.path(group_id)
         access.read(path, blocks, num_cached)
         access.write(path, blocks, num_full)
+        if state.reading is not None and state.reading.replaced and num_full >= state.boundary:
+            self.note_retired(self.lifecycle.has_read(state.reading))
 
     def on_blocks_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks are handed out: those being copied down must be copied before they are overwritten; evictions are noted."""
-        self._num_moved += len(blocks)
+        if self._demotion is not None:
+            self._demotion.note_moved(len(blocks))
         storing = self.jobs.storing_blocks
         if storing:
             self._flush.update(storing[block.block_id] for block in blocks if block.block_id in storing)
@@ -390,80 +429,22 @@ class LifetimeScheduler:
         """This step's orders for the workers."""
         self._wants_step = False
         now = time.monotonic()
+        self.note_retired(self.lifecycle.expire())
+        if self.retentions is not None:
+            self.note_retired(self.retentions.expire(now))
         num_tokens = scheduler_output.total_num_scheduled_tokens
         self._step += 1
         if num_tokens:
             self._steps[self._step] = (now, num_tokens)
         meta = LifetimeMetadata(step=self._step if num_tokens else 0)
         loads, self._loads = self._loads, []
-        meta.loads.extend(job.order(self._options.load_deadline_s) for job in loads)
+        meta.loads.extend(job.order(self.options.load_deadline_s) for job in loads)
         if self._clear_flash:
             meta.clear_flash, self._clear_flash = True, False
-        else:
-            # Loads go first, somebody waits for them: meanwhile only little is copied down at a time.
-            limit = self._demote_limit if not self.jobs.num_loads else max(1, self._demote_limit // LOAD_SHARE)
-            self._demote_hbm(meta, limit, now)
-            self._demote_host(meta, limit, now)
+        elif self._demotion is not None:
+            self._demotion.give_orders(meta, now)
         meta.flush, self._flush = self._flush, set()
         return meta
-
-    def _demote_hbm(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
-        """Start the next copy down, if any block is near enough to its eviction."""
-        pool = self._pool
-        target = self.host if self.host.slots else self.flash
-        if pool is None or self.jobs.num_stores or not self._demotion_is_due(now):
-            return
-        if target is self.flash:
-            if self.jobs.loading_bytes["flash"]:
-                return  # the staging slots are the load's
-            limit = min(limit, self._num_staging)
-        if target is self.host and self.flash.slots and not self._flash_backoff.is_failing:
-            # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
-            limit = min(limit, self.host.num_reclaimable)
-        blocks = next_to_demote(pool.free_list, self._reach, limit, self._needs_copy)
-        job = self.jobs.start_store(target, blocks, pool.free_list, now)
-        if job is not None:
-            meta.stores.append(job.store_order())
-        # If all that was near is under way, or there is no room for it, look again when something has moved.
-        if job is None or len(blocks) < limit:
-            self._num_moved = 0
-
-    @property
-    def _reach(self) -> int:
-        """How far ahead of its eviction a block is copied down.
-
-        The copies of the blocks ahead must all fit below, or each would push out another's in turn, for ever.
-        """
-        room = len(self.host.slots) + (0 if self._flash_backoff.is_failing and self.host.slots else len(self.flash.slots))
-        return min(self._ahead, room // 2)
-
-    def _demotion_is_due(self, now: float) -> bool:
-        """Whether enough blocks have moved since the last look to make another worth its while, and the tier takes blocks."""
-        if self._num_moved < max(1, self._ahead // 8):
-            return False
-        return bool(self.host.slots) or (bool(self.flash.slots) and self._flash_backoff.may_try(now))
-
-    def _needs_copy(self, block: KVCacheBlock) -> bool:
-        key = block.block_hash
-        return key is not None and key not in self.host and key not in self.flash and key not in self.jobs.storing_keys
-
-    def _demote_host(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
-        """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
-        if not self.host.slots or not self.flash.slots or self.jobs.num_demotions or self.jobs.loading_bytes["flash"]:
-            return
-        if not self._flash_backoff.may_try(now):
-            return
-        reserve = max(1, len(self.host.slots) // HOST_RESERVE)
-        wanted = min(reserve - self.host.num_reclaimable, limit)
-        if wanted <= 0:
-            return
-        slots = next_to_demote(self.host.free_list, len(self.host.slots), wanted, self._needs_flash_copy)
-        job = self.jobs.start_demotion(slots, now)
-        if job is not None:
-            meta.demotions.append(job.demotion_order())
-
-    def _needs_flash_copy(self, slot: Slot) -> bool:
-        return slot.block_hash is not None and slot.block_hash not in self.flash
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         """What became of the workers' jobs."""
@@ -487,11 +468,12 @@ class LifetimeScheduler:
             elif isinstance(job, StoreJob):
                 num_stored = self.jobs.finish_store(job)
                 if job.target is self.host:
-                    self.recorder.count(stats.BYTES_WRITTEN, "host", by=num_stored * self._layout.block_bytes)
+                    self.recorder.count(stats.BYTES_WRITTEN, "host", by=num_stored * self.layout.block_bytes)
                     continue
-                self._flash_backoff.note(num_stored > 0, now)
-                if job.sources and num_stored:
-                    self._num_moved = self._ahead  # the host tier has room again
+                if self._demotion is not None:
+                    self._demotion.note_flash_store(is_well=num_stored > 0, now=now)
+                    if job.sources and num_stored:
+                        self._demotion.look_again()  # the host tier has room again
 
     def _time_step(self, step: int, now: float) -> None:
         started = self._steps.pop(step, None)
@@ -511,13 +493,13 @@ class LifetimeScheduler:
         outcome = "late" if job.result.is_late else "failed" if num_failed else "done"
         self.recorder.count(stats.LOADS, outcome)
         self.recorder.count(stats.RECOMPUTED_BLOCKS, by=num_failed)
-        block_bytes = self._layout.block_bytes
+        block_bytes = self.layout.block_bytes
         num_host = sum(1 for i in range(len(job.host)) if i not in job.result.failed)
         self.recorder.count(stats.BYTES_READ, "host", by=num_host * block_bytes)
         seconds = job.result.seconds
         if job.result.is_late:
             # It took at least this long; how long, nobody waited to see.
-            seconds = max(seconds, self._options.load_deadline_s)
+            seconds = max(seconds, self.options.load_deadline_s)
         elif num_failed or (job.host and job.flash):
             return  # not a measurement of one tier
         tier = "flash" if job.flash else "host"
@@ -532,33 +514,34 @@ class LifetimeScheduler:
         if self._wants_step or self.jobs.has_fresh_work(now):
             return True
         # Idle time is the best time to copy down.
-        return self._demotion_is_due(now) and not len(self.jobs)
+        return self._demotion is not None and self._demotion.is_due(now) and not len(self.jobs)
 
     # ------------------------------------------------------------------ boundaries and views
 
     def lifetime_call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """The control API's way in; see `control/service.py`. Runs between two steps.
+        """The control API's way in; see `control_calls.py`. Runs between two steps. Raises `ValueError` for an unknown call."""
+        return self._calls.call(method, payload)
 
-        Raises:
-            ValueError: `method` is not one of ours.
+    def want_step(self) -> None:
+        """Let an idle engine step once, so that the metrics show what has changed."""
+        self._wants_step = True
 
-        """
-        if method == "boundaries":
-            outcomes = []
-            for item in payload["events"]:
-                event = Boundary.model_validate(item)
-                outcome = self._lifecycle.apply(event)
-                self.recorder.count(stats.BOUNDARIES, event.kind.value, outcome.status.value)
-                self.recorder.count(stats.RETIRED_BLOCKS, by=outcome.blocks)
-                outcomes.append(outcome.model_dump(mode="json"))
-            self._wants_step = True
-            return {"outcomes": outcomes}
-        if method == "tiers":
-            return {"tiers": self.describe_tiers()}
-        raise ValueError(f"the lifetime connector has no call {method!r}")
+    def note_retired(self, num_blocks: int) -> None:
+        """Blocks have been retired by a boundary, by what a request showed, or by time."""
+        self.recorder.count(stats.RETIRED_BLOCKS, by=num_blocks)
 
-    def _end_lease(self, lease: Lease) -> int:
-        return sum(self._access.end(lease)) if self._access is not None else 0
+    def set_rank(self, run: Run, rank: Rank) -> None:
+        """Rank a run in every tier."""
+        if self._access is not None:
+            self._access.set_rank(run, rank)
+
+    def _end_reader(self, reader: Reader) -> int:
+        return sum(self._access.end(reader)) if self._access is not None else 0
+
+    @property
+    def oldest_io_s(self) -> float:
+        """Age of the oldest transfer in flight, in seconds; 0 if there is none."""
+        return 0.0 if self._oldest_start is None else time.monotonic() - self._oldest_start
 
     def usage(self) -> dict[str, TierUsage]:
         """Blocks of each tier by state. O(1)."""
@@ -572,7 +555,7 @@ class LifetimeScheduler:
 
     def describe_tiers(self) -> dict[str, dict[str, Any]]:
         """For `GET /lifetime/v1/tiers`: counts in blocks and bytes, and how old the oldest transfer is."""
-        block_bytes = self._layout.block_bytes
+        block_bytes = self.layout.block_bytes
         answer: dict[str, dict[str, Any]] = {}
         for name, usage in sorted(self.usage().items(), key=lambda item: TIER_NAMES.index(item[0])):
             answer[name] = {
@@ -589,8 +572,9 @@ class LifetimeScheduler:
         for tier in (self.host, self.flash):
             answer[tier.name]["held_blocks"] = len(tier.slots) - tier.free_list.num_free_blocks
             answer[tier.name]["readable_blocks"] = len(tier)
-        age_s = 0.0 if self._oldest_start is None else time.monotonic() - self._oldest_start
-        answer["flash"]["oldest_io_s"] = round(age_s, 3)
+            for metric in (stats.BYTES_READ, stats.BYTES_WRITTEN):
+                answer[tier.name][metric.name] = self.recorder.total(metric, tier.name)
+        answer["flash"]["oldest_io_s"] = round(self.oldest_io_s, 3)
         return answer
 
     def take_stats(self) -> stats.LifetimeStats | None:
@@ -598,14 +582,37 @@ class LifetimeScheduler:
         for name, usage in self.usage().items():
             for state in ("capacity", "used", "free", "retired"):
                 value = getattr(usage, state)
-                if self._usage_shown.get((name, state)) != value:
-                    self._usage_shown[name, state] = value
-                    self.recorder.set(stats.TIER_BLOCKS, name, state, to=value)
-        if self._usage_shown.get(("leases", "")) != len(self._lifecycle):
-            self._usage_shown["leases", ""] = len(self._lifecycle)
-            self.recorder.set(stats.LEASES, to=len(self._lifecycle))
+                self._show(stats.TIER_BLOCKS, value, name, state)
+        lifecycle = self.lifecycle
+        counts = (
+            (stats.SESSIONS, len(lifecycle)),
+            (stats.AGENTS, lifecycle.num_agents),
+            (stats.SEGMENTS, len(lifecycle.segments)),
+            (stats.EXPIRED_AGENTS, lifecycle.num_expired),
+        )
+        for metric, value in counts:
+            self._show(metric, value)
+        self._show_classes()
         taken = self.recorder.take()
         return None if taken.is_empty() else taken
+
+    def _show(self, metric: stats.Metric, value: int, *labels: str) -> None:
+        """Set a gauge if its value has changed."""
+        key = (metric.name, *labels)
+        if self._usage_shown.get(key) != value:
+            self._usage_shown[key] = value
+            self.recorder.set(metric, *labels, to=value)
+
+    def _show_classes(self) -> None:
+        """Blocks by class, once a second, and less often where there is much to count."""
+        now = time.monotonic()
+        if now < self._classes_due or self._access is None or not self._access.has_runs:
+            return
+        for tier, by_class in self._calls.count_classes().items():
+            for segment_class, count in by_class.items():
+                self._show(stats.CLASS_BLOCKS, count, tier, segment_class)
+        done = time.monotonic()
+        self._classes_due = done + max(CLASSES_EVERY_S, 200 * (done - now))
 
 
 assert HBM_TIER == 0 and (HOST, FLASH) == (1, 2)

@@ -66,14 +66,28 @@ REUSE_GAP = Metric(
     "came back from below.",
 )
 BOUNDARIES = Metric("boundaries", PromCounter, ("kind", "status"), "Boundary events by kind and outcome.")
-RETIRED_BLOCKS = Metric("retired_blocks", PromCounter, (), "Blocks retired by a boundary, over all tiers.")
+RETIRED_BLOCKS = Metric("retired_blocks", PromCounter, (), "Blocks retired by a boundary, by a request or by time, all tiers.")
 FLASH_FAULTS = Metric(
     "flash_faults",
     PromCounter,
     ("kind",),
     "Flash reads and writes that failed, by kind; each was served by recomputing or by not keeping the block.",
 )
-LEASES = Metric("leases", Gauge, (), "Live leases: workflows within sessions that may still read something.")
+SESSIONS = Metric("sessions", Gauge, (), "Live sessions, and workflows that name no session.")
+AGENTS = Metric("agents", Gauge, (), "Agents known, those without blocks included.")
+SEGMENTS = Metric("segments", Gauge, (), "Live segments: parts of agents' contexts that share one lifetime.")
+EXPIRED_AGENTS = Metric(
+    "expired_agents", Gauge, (), "Agents closed because nothing was heard of them for a lease's time, since the start."
+)
+CLASS_BLOCKS = Metric(
+    "class_blocks",
+    Gauge,
+    ("tier", "class"),
+    "Blocks of a tier that a live segment reads, by the segment's class; `shared` where several workflows read it.",
+)
+HINTS = Metric("hints", PromCounter, ("action", "status"), "Hint actions by type and outcome.")
+REQUESTS = Metric("requests", PromCounter, (), "Requests admitted; one that is preempted counts again.")
+PROMPT_TOKENS = Metric("prompt_tokens", PromCounter, (), "Tokens of admitted requests, of which `hit_tokens` were found.")
 BAD_METADATA = Metric("bad_metadata", PromCounter, (), "Requests whose lifetime metadata could not be used in full.")
 
 METRICS = (
@@ -89,7 +103,14 @@ METRICS = (
     BOUNDARIES,
     RETIRED_BLOCKS,
     FLASH_FAULTS,
-    LEASES,
+    SESSIONS,
+    AGENTS,
+    SEGMENTS,
+    EXPIRED_AGENTS,
+    CLASS_BLOCKS,
+    HINTS,
+    REQUESTS,
+    PROMPT_TOKENS,
     BAD_METADATA,
 )
 
@@ -101,6 +122,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.counters: Counter[Key] = Counter()
+        self._totals: Counter[Key] = Counter()
         self.gauges: dict[Key, float] = {}
         self.observations: dict[Key, list[float]] = {}
 
@@ -108,6 +130,13 @@ class Recorder:
         """Add to a counter."""
         if by:
             self.counters[metric.name, labels] += by
+
+    def total(self, metric: Metric, *labels: str) -> int:
+        """A counter's value since the start; without labels, over all of them."""
+        parts = (self._totals, self.counters)
+        if labels or not metric.labels:
+            return sum(part[metric.name, labels] for part in parts)
+        return sum(value for part in parts for (name, _), value in part.items() if name == metric.name)
 
     def set(self, metric: Metric, *labels: str, to: float) -> None:
         """Set a gauge."""
@@ -124,6 +153,7 @@ class Recorder:
             "gauges": [[name, list(labels), value] for (name, labels), value in self.gauges.items()],
             "observations": [[name, list(labels), values] for (name, labels), values in self.observations.items()],
         }
+        self._totals.update(self.counters)
         self.counters = Counter()
         self.gauges = {}
         self.observations = {}

@@ -293,7 +293,7 @@ def test_workflow_end_retires_private_blocks_in_every_tier(make_engine: Callable
     assert serve(engine, "b2", shared + prompt(2, 160), metadata={"workflow_id": "b"}) >= 160
     assert engine.boundary("workflow_end", "m3", workflow_id="b")["status"] == "accepted"
     engine.check_conservation()
-    assert len(side._lifecycle) == 0
+    assert len(side.lifecycle) == 0
 
 
 def test_session_end_retires_only_that_session(make_engine: Callable[..., SimulatedEngine]) -> None:
@@ -390,6 +390,6 @@ def test_nothing_is_left_of_100_workflows(make_engine: Callable[..., SimulatedEn
         engine.boundary("workflow_end", f"m{i}", workflow_id=f"w{i}")
     side = engine.connector._scheduler_side
     assert all(usage.used == 0 for usage in side.usage().values())
-    assert len(side._lifecycle) == 0
+    assert len(side.lifecycle) == 0
     engine.check_conservation()
     assert np.all([b.ref_cnt == 0 for b in engine.scheduler.kv_cache_manager.block_pool.blocks if not b.is_null])

@@ -199,5 +199,5 @@ def test_metrics_disagree_with_themselves(tiers_server: Api) -> None:
     assert delta("lifetime_eviction_to_reuse_seconds_bucket", outcome="reloaded", le="+Inf") == 9
     assert delta("lifetime_recomputed_blocks_total") == 0
     families = api.http.get("/metrics").text
-    for name in ("recomputed_blocks_total", "flash_faults_total", "leases", "bad_metadata_total"):
+    for name in ("recomputed_blocks_total", "flash_faults_total", "sessions", "segments", "class_blocks", "bad_metadata_total"):
         assert f"# TYPE vllm:lifetime_{name}" in families

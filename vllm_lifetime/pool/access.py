@@ -8,21 +8,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_lifetime.pool.free_list import TierFreeList
-from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run, retired_rank
+from vllm_lifetime.pool.runs import ACTIVE_RANK, DEMOTED_RANK, Rank, Reader, Run, retired_rank
 
-__all__ = ["HBM_TIER", "AccessTable", "Path"]
+__all__ = ["HBM_TIER", "TIER_NAMES", "AccessTable", "Path"]
 
 HBM_TIER = 0
 """Number of the HBM tier in `Run.num_blocks`."""
 
+TIER_NAMES = ("hbm", "host", "flash")
+"""By tier number."""
+
 
 class Path:
-    """The prefix that one request reads and extends: its reader, and how many of its blocks have been looked at."""
+    """The prefix that one request reads and extends: its reader, and how many of its blocks have been looked at.
 
-    __slots__ = ("num_seen", "reader")
+    From block `boundary` on it is `next_reader` that writes; it then reads everything before, too.
+    """
 
-    def __init__(self, reader: Reader | None) -> None:
+    __slots__ = ("boundary", "next_reader", "num_seen", "reader")
+
+    def __init__(self, reader: Reader | None, next_reader: Reader | None = None, boundary: int = 0) -> None:
         self.reader = reader
+        self.next_reader = None if next_reader is reader else next_reader
+        self.boundary = boundary
         self.num_seen = 0
 
 
@@ -69,6 +77,25 @@ class AccessTable:
         self._follow(path, blocks, end, are_new=True)
 
     def _follow(self, path: Path, blocks: Sequence[Any], end: int, *, are_new: bool) -> None:
+        if path.next_reader is not None and end > path.boundary:
+            self._follow_as_one(path, blocks, path.boundary, are_new=are_new)
+            path.reader, path.next_reader = path.next_reader, None
+            self._join(path.reader, blocks, path.num_seen)
+        self._follow_as_one(path, blocks, end, are_new=are_new)
+
+    def _join(self, reader: Reader, blocks: Sequence[Any], end: int) -> None:
+        """`reader` reads the first `end` blocks, which another one has gone through before it. O(runs)."""
+        run_of = self._hbm.run_of
+        index = 0
+        while index < end:
+            run = run_of[blocks[index].block_id]
+            if run is None:
+                index += 1
+                continue
+            self._pass(run, min(run.end, end), blocks, reader, forks=False)
+            index = max(index + 1, run.end if run.start <= index else run.start)
+
+    def _follow_as_one(self, path: Path, blocks: Sequence[Any], end: int, *, are_new: bool) -> None:
         start = path.num_seen
         if end <= start:
             return
@@ -100,6 +127,8 @@ class AccessTable:
         """`reader` reads `run` up to block `index`, where its path ends for now, or `forks` off into another run."""
         if run.end > index and (forks or not run.is_read_by(reader)):
             run = self._split(run, index, blocks)
+        if run.rank is DEMOTED_RANK:
+            self.set_rank(run, ACTIVE_RANK)
         self._add_reader(run, reader)
 
     def _new_run(self, index: int, reader: Reader) -> Run:
@@ -108,7 +137,7 @@ class AccessTable:
         if reader.is_live:
             run.add_reader(reader)
         else:
-            run.num_workflows = 1
+            run.note_workflow(reader)
             run.rank = retired_rank(1)
         return run
 

@@ -7,13 +7,19 @@ workflow has runs, not as many as it has blocks.
 All of this lives in the scheduler process, on its one thread.
 """
 
-__all__ = ["ACTIVE_RANK", "Rank", "Reader", "Run", "retired_rank"]
+__all__ = ["ACTIVE_RANK", "DEMOTED_RANK", "MAX_COUNTED_WORKFLOWS", "Rank", "Reader", "Run", "retired_rank"]
+
+MAX_COUNTED_WORKFLOWS = 64
+"""A run counts the workflows that ever read it up to here; what so many share is last of the retired in any case."""
 
 Rank = tuple[float, ...]
 """Eviction rank, lowest evicted first; compared as a tuple."""
 
 ACTIVE_RANK: Rank = (1, 0.0, 0.0)
 """Rank of every run that may still be read and that nothing has scored: ordered by recency alone."""
+
+DEMOTED_RANK: Rank = (1, -1.0, 0.0)
+"""Rank of what the harness wants out of the way: the first of the active to go, until it is read again."""
 
 
 def retired_rank(num_workflows: int) -> Rank:
@@ -25,7 +31,7 @@ def retired_rank(num_workflows: int) -> Rank:
 
 
 class Reader:
-    """Someone who may read runs until a boundary says otherwise; `lifecycle.Lease` is the only one.
+    """Someone who may read runs until a boundary says otherwise: a segment, or the wish to retain some for a time.
 
     `runs` is the reverse of `Run.readers`, so that a boundary finds its runs without a search. `is_live` turns False once, at the
     boundary; what a request of an ended reader still writes is retired from birth.
@@ -58,10 +64,10 @@ class Run:
         "is_closed",
         "nodes",
         "num_blocks",
-        "num_workflows",
         "rank",
         "readers",
         "start",
+        "workflows",
     )
 
     def __init__(self, start: int, end: int, num_tiers: int) -> None:
@@ -70,10 +76,15 @@ class Run:
         self.readers: set[Reader] = set()
         self.has_unknown_reader = False
         self.is_closed = False
-        self.num_workflows = 0
+        self.workflows: set[str] = set()
         self.rank: Rank = ACTIVE_RANK
         self.num_blocks = [0] * num_tiers
         self.nodes: list[object | None] = [None] * num_tiers
+
+    @property
+    def num_workflows(self) -> int:
+        """Workflows that ever read it, at most `MAX_COUNTED_WORKFLOWS`."""
+        return len(self.workflows)
 
     @property
     def is_retired(self) -> bool:
@@ -99,13 +110,15 @@ class Run:
         return reader in self.readers or not reader.is_live
 
     def add_reader(self, reader: Reader) -> None:
-        """Let `reader` into the access set. O(readers)."""
-        if reader in self.readers:
-            return
-        if all(other.workflow_id != reader.workflow_id for other in self.readers):
-            self.num_workflows += 1
+        """Let `reader` into the access set. O(1)."""
+        self.note_workflow(reader)
         self.readers.add(reader)
         reader.runs.add(self)
+
+    def note_workflow(self, reader: Reader) -> None:
+        """Count `reader`'s workflow among those that ever read this run."""
+        if len(self.workflows) < MAX_COUNTED_WORKFLOWS:
+            self.workflows.add(reader.workflow_id)
 
     def remove_reader(self, reader: Reader) -> bool:
         """Take `reader` out. Returns whether the run has nobody left who may read it."""
@@ -117,7 +130,7 @@ class Run:
         """A run over `[start, end)` with the same readers and rank, and no members yet."""
         twin = Run(start, end, len(self.num_blocks))
         twin.has_unknown_reader = self.has_unknown_reader
-        twin.num_workflows = self.num_workflows
+        twin.workflows = set(self.workflows)
         twin.rank = self.rank
         for reader in self.readers:
             twin.readers.add(reader)

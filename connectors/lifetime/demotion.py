@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies down, ahead of time: which blocks near their eviction go to host memory or flash in this step.
+
+EngineCore process, scheduler thread. Nothing here waits: orders go to the workers with the step.
+"""
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
+from vllm_lifetime.connectors.lifetime.jobs import TransferJobs
+from vllm_lifetime.connectors.lifetime.metadata import LifetimeMetadata
+from vllm_lifetime.policy.backoff import Backoff
+from vllm_lifetime.policy.demotion import next_to_demote
+from vllm_lifetime.pool.tiers import Slot, SlotTier
+
+__all__ = ["Demotion"]
+
+HOST_RESERVE = 8
+"""One slot in so many of the host tier is kept reclaimable by moving the coldest blocks to flash."""
+
+LOAD_SHARE = 8
+"""While loads are in flight, copies down are this many times smaller."""
+
+
+class Demotion:
+    """Decides on copies down.
+
+    Args:
+        ahead: how many blocks from the next eviction the copying begins.
+        batch_blocks: most blocks copied down at a time.
+        staging_blocks: most blocks on their way between HBM and flash at a time.
+
+    """
+
+    def __init__(
+        self,
+        pool: LifetimeBlockPool,
+        host: SlotTier,
+        flash: SlotTier,
+        jobs: TransferJobs,
+        *,
+        ahead: int,
+        batch_blocks: int,
+        staging_blocks: int,
+    ) -> None:
+        self._pool = pool
+        self._host = host
+        self._flash = flash
+        self._jobs = jobs
+        self._ahead = ahead
+        self._batch_blocks = batch_blocks
+        self._staging_blocks = staging_blocks
+        self._num_moved = ahead
+        self._flash_backoff = Backoff()
+
+    def note_moved(self, num_blocks: int) -> None:
+        """Blocks have been handed out: others are nearer to their eviction now."""
+        self._num_moved += num_blocks
+
+    def look_again(self) -> None:
+        """Something has changed that may make room, or bring blocks to the front."""
+        self._num_moved = self._ahead
+
+    def note_flash_store(self, *, is_well: bool, now: float) -> None:
+        """Blocks have been written to flash, or could not be."""
+        self._flash_backoff.note(is_well, now)
+
+    def give_orders(self, meta: LifetimeMetadata, now: float) -> None:
+        """Add this step's copies down to the workers' orders."""
+        # Loads go first, somebody waits for them: meanwhile only little is copied down at a time.
+        limit = self._batch_blocks if not self._jobs.num_loads else max(1, self._batch_blocks // LOAD_SHARE)
+        self._demote_hbm(meta, limit, now)
+        self._demote_host(meta, limit, now)
+
+    def is_due(self, now: float) -> bool:
+        """Whether enough blocks have moved since the last look to make another worth its while, and the tier takes blocks."""
+        if self._num_moved < max(1, self._ahead // 8):
+            return False
+        return bool(self._host.slots) or (bool(self._flash.slots) and self._flash_backoff.may_try(now))
+
+    def _demote_hbm(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
+        """Start the next copy down, if any block is near enough to its eviction."""
+        target = self._host if self._host.slots else self._flash
+        if self._jobs.num_stores or not self.is_due(now):
+            return
+        if target is self._flash:
+            if self._jobs.loading_bytes["flash"]:
+                return  # the staging slots are the load's
+            limit = min(limit, self._staging_blocks)
+        if target is self._host and self._flash.slots and not self._flash_backoff.is_failing:
+            # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
+            limit = min(limit, self._host.num_reclaimable)
+        blocks = next_to_demote(self._pool.free_list, self._reach, limit, self._needs_copy)
+        job = self._jobs.start_store(target, blocks, self._pool.free_list, now)
+        if job is not None:
+            meta.stores.append(job.store_order())
+        # If all that was near is under way, or there is no room for it, look again when something has moved.
+        if job is None or len(blocks) < limit:
+            self._num_moved = 0
+
+    @property
+    def _reach(self) -> int:
+        """How far ahead of its eviction a block is copied down.
+
+        The copies of the blocks ahead must all fit below, or each would push out another's in turn, for ever.
+        """
+        is_flash_out = self._flash_backoff.is_failing and bool(self._host.slots)
+        room = len(self._host.slots) + (0 if is_flash_out else len(self._flash.slots))
+        return min(self._ahead, room // 2)
+
+    def _needs_copy(self, block: KVCacheBlock) -> bool:
+        key = block.block_hash
+        return key is not None and key not in self._host and key not in self._flash and key not in self._jobs.storing_keys
+
+    def _demote_host(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
+        """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
+        if not self._host.slots or not self._flash.slots or self._jobs.num_demotions or self._jobs.loading_bytes["flash"]:
+            return
+        if not self._flash_backoff.may_try(now):
+            return
+        reserve = max(1, len(self._host.slots) // HOST_RESERVE)
+        wanted = min(reserve - self._host.num_reclaimable, limit)
+        if wanted <= 0:
+            return
+        slots = next_to_demote(self._host.free_list, len(self._host.slots), wanted, self._needs_flash_copy)
+        job = self._jobs.start_demotion(slots, now)
+        if job is not None:
+            meta.demotions.append(job.demotion_order())
+
+    def _needs_flash_copy(self, slot: Slot) -> bool:
+        return slot.block_hash is not None and slot.block_hash not in self._flash

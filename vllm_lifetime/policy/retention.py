@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wishes to keep something for a time after its readers have gone: soft, expiring and capped (R11, R13, R29).
+
+A wish is a reader of the runs that it covers, so that their other readers' end does not retire them; what is kept is evicted in
+turn like anything else that is live. A priority other than the usual one orders it before or after the rest. When its time is
+over it ends like any reader. Allocation never waits for it.
+
+Scheduler process, one thread, no IO.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterable
+
+from vllm_lifetime.pool.access import AccessTable
+from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run
+
+__all__ = ["DEFAULT_PRIORITY", "MAX_RETAINED_SHARE", "MAX_RETENTIONS", "Retention", "RetentionTable"]
+
+DEFAULT_PRIORITY = 35
+"""Priority (0 to 100) at which what is kept stands among the rest by recency."""
+
+MAX_RETAINED_SHARE = 0.5
+"""Largest share of all tiers' blocks that may be kept by wish at a time."""
+
+MAX_RETENTIONS = 4096
+"""Most wishes at a time."""
+
+
+class Retention(Reader):
+    """One wish. `expires_at` is in seconds of the caller's monotonic clock."""
+
+    __slots__ = ("expires_at", "num_blocks", "rank")
+
+    def __init__(self, workflow_id: str, rank: Rank) -> None:
+        super().__init__(workflow_id)
+        self.rank = rank
+        self.expires_at = 0.0
+        self.num_blocks = 0
+
+
+class RetentionTable:
+    """All wishes. `capacity_blocks` is what all tiers hold together."""
+
+    def __init__(self, access: AccessTable, capacity_blocks: int) -> None:
+        self._access = access
+        self._limit = int(capacity_blocks * MAX_RETAINED_SHARE)
+        self._num_blocks = 0
+        self._num_live = 0
+        self._heap: list[tuple[float, int, Retention]] = []
+        self._order = itertools.count()
+
+    def __len__(self) -> int:
+        """Wishes whose time is not over."""
+        return self._num_live
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that were covered when the wishes came, all tiers."""
+        return self._num_blocks
+
+    def new(self, workflow_id: str, priority: int = DEFAULT_PRIORITY) -> Retention:
+        """A wish that covers nothing yet."""
+        score = (priority - DEFAULT_PRIORITY) / 100
+        return Retention(workflow_id, (1, score, 0.0) if score else ACTIVE_RANK)
+
+    def retain(self, retention: Retention, runs: Iterable[Run], ttl_s: float, now: float) -> tuple[int, bool]:
+        """Let `retention` cover `runs` for at least `ttl_s` seconds from now; what it covered before is kept as long.
+
+        Returns the blocks newly covered, and whether all were: beyond the caps nothing is. O(log wishes) and O(1) per run.
+        """
+        is_new = not retention.runs and retention.num_blocks == 0
+        if is_new and self._num_live >= MAX_RETENTIONS:
+            return 0, False
+        covered = 0
+        is_whole = True
+        for run in sorted(runs, key=lambda run: run.start):
+            if retention in run.readers:
+                continue
+            size = sum(run.num_blocks)
+            if self._num_blocks + size > self._limit:
+                is_whole = False
+                continue
+            run.add_reader(retention)
+            if run.is_retired or retention.rank > run.rank:
+                self._access.set_rank(run, retention.rank)
+            self._num_blocks += size
+            retention.num_blocks += size
+            covered += size
+        if covered or not is_new:
+            if is_new:
+                self._num_live += 1
+            expires_at = max(retention.expires_at, now + ttl_s)
+            if expires_at > retention.expires_at:
+                retention.expires_at = expires_at
+                heapq.heappush(self._heap, (expires_at, next(self._order), retention))
+        return covered, is_whole
+
+    def expire(self, now: float) -> int:
+        """End the wishes whose time is over. Returns the blocks retired. O(1) if there are none."""
+        retired = 0
+        while self._heap and self._heap[0][0] <= now:
+            expires_at, _, retention = heapq.heappop(self._heap)
+            if expires_at < retention.expires_at or not retention.is_live:
+                continue  # it was prolonged
+            if retention.rank is not ACTIVE_RANK:
+                for run in retention.runs:
+                    if run.rank == retention.rank:
+                        self._access.set_rank(run, ACTIVE_RANK)
+            retired += sum(self._access.end(retention))
+            self._num_blocks -= retention.num_blocks
+            self._num_live -= 1
+        return retired
