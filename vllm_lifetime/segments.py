@@ -7,7 +7,7 @@ A **segment** is the part of one agent instance's context that shares one lifeti
 Scheduler process, one thread, no IO.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm_lifetime.boundaries import BoundaryKind, SegmentClass
@@ -89,7 +89,7 @@ class SegmentTable:
         """Live segments."""
         return len(self._rows)
 
-    def __iter__(self) -> Iterable[Segment]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Segment]:
         """The live segments, oldest first."""
         return iter(self._rows)
 

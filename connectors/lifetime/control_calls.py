@@ -72,6 +72,8 @@ class ControlCalls:
         self._recorder.count(stats.BOUNDARIES, event.kind.value, outcome.status.value)
         self._scheduler.note_retired(outcome.blocks)
         self._scheduler.want_step()
+        if outcome.blocks:
+            self._classes_at = float("-inf")  # who has freed something looks next
         return outcome
 
     def _release(self, payload: dict[str, Any]) -> Answer:

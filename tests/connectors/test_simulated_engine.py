@@ -393,3 +393,136 @@ def test_nothing_is_left_of_100_workflows(make_engine: Callable[..., SimulatedEn
     assert len(side.lifecycle) == 0
     engine.check_conservation()
     assert np.all([b.ref_cnt == 0 for b in engine.scheduler.kv_cache_manager.block_pool.blocks if not b.is_null])
+
+
+def answer_of(engine: SimulatedEngine, method: str, **payload: Any) -> dict[str, Any]:
+    """One control call, as the API server makes it."""
+    return engine.connector.lifetime_call(method, payload)
+
+
+def serve_turn(engine: SimulatedEngine, name: str, head: list[int], tail: list[int], **who: Any) -> None:
+    """A turn of two requests: the second goes on from the first one's prompt with `tail`."""
+    serve(engine, f"{name}-1", head, max_tokens=1, **who)
+    serve(engine, f"{name}-2", head + tail, max_tokens=1, **who)
+
+
+def test_turn_end_frees_the_turn_in_every_tier(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """What the turn added is retired at once wherever it lies, and what the next turn begins with is not."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=30, flash=250))
+    head, tail = prompt(1, 160), prompt(2, 320)
+    serve_turn(engine, "t", head, tail, session_id="s")
+    fill(engine, range(50, 55))
+    side = engine.connector._scheduler_side
+    before = side.usage()
+    segments = answer_of(engine, "session", session_id="s")["session"]["agents"][0]["segments"]
+    assert [segment["class"] for segment in segments] == ["reasoning_stripped", "reasoning_laden"]
+    below = segments[1]["private_blocks"]
+    assert below["host"] + below["flash"] > 0
+    outcome = engine.boundary("turn_end", "m1", session_id="s")
+    after = side.usage()
+    assert outcome["status"] == "accepted"
+    assert outcome["blocks"] == sum(after[t].retired - before[t].retired for t in after) == sum(below.values())
+    for tier in ("hbm", "host", "flash"):
+        assert after[tier].retired - before[tier].retired == below[tier]
+    engine.check_conservation()
+    assert serve(engine, "t3", head + prompt(3, 64), session_id="s") >= 160
+
+
+def test_subagent_return_frees_the_parents_blocks(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """R32: private blocks only, in every tier; the lead reads on from the cache."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=30, flash=250))
+    top = prompt(1, 96)
+    lead = {"session_id": "s", "metadata": {"agent": "lead", "agent_id": "lead"}}
+    worker = {"session_id": "s", "metadata": {"agent": "coder", "agent_id": "w1", "parent_agent_id": "lead"}}
+    serve(engine, "lead", top + prompt(2, 64), max_tokens=1, **lead)
+    serve(engine, "worker", top + prompt(3, 320), max_tokens=1, **worker)
+    fill(engine, range(50, 54))
+    agents = answer_of(engine, "session", session_id="s")["session"]["agents"]
+    assert {agent["segments"][0]["class"] for agent in agents} == {"lead", "worker"}
+    outcome = engine.boundary("subagent_return", "m1", session_id="s", agent_id="w1")
+    assert outcome["blocks"] >= 20
+    engine.check_conservation()
+    assert serve(engine, "lead2", top + prompt(2, 64), **lead) >= 144
+    assert len(answer_of(engine, "session", session_id="s")["session"]["agents"]) == 1
+
+
+def test_a_boundary_during_a_request_changes_its_tokens(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """Every kind, at every step of a request, with pressure: the KV that the request reads is checked at each step."""
+    kinds = ["turn_end", "compaction", "subagent_return", "workflow_end", "session_end", "subagent_spawn", "session_start"]
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=20, flash=60))
+    for round_ in range(8):
+        for i in range(3):
+            agent = {"agent": "a", "agent_id": f"a{i}", "turn": round_ // 2}
+            engine.add(f"r{round_}-{i}", prompt(i, 200) + prompt(10 + round_, 90), 6, session_id=f"s{i}", metadata=agent)
+        for step in range(400):
+            if not engine.scheduler.has_unfinished_requests():
+                break
+            kind = kinds[(step + round_) % len(kinds)]
+            engine.boundary(kind, f"m{round_}-{step}", session_id=f"s{step % 3}", agent_id=f"a{step % 3}")
+            engine.step()
+            engine.check_conservation()
+        engine.run()
+    engine.settle()
+    assert {len(tokens) for tokens in engine.outputs.values()} == {6}
+
+
+def test_a_request_that_wished_it_is_retired_at_once(make_engine: Callable[..., SimulatedEngine]) -> None:
+    """`retain_s` outlives the session; `kv.release` and `kv.demote` do what they say; a duplicate does nothing."""
+    engine = make_engine(NUM_BLOCKS, {})
+    serve(engine, "kept", prompt(1, 160), session_id="s", metadata={"retain_s": 60}, max_tokens=1)
+    assert engine.boundary("session_end", "m1", session_id="s")["blocks"] == 0
+    serve(engine, "two", prompt(2, 160), session_id="two", max_tokens=1)
+    serve(engine, "three", prompt(3, 160), session_id="three", max_tokens=1)
+
+    def hint(action_type: str, message_id: str = "h", **target: Any) -> dict[str, Any]:
+        action = {"action_id": "a", "action_type": action_type, "action_version": "1.0", "payload": target}
+        outcome: dict[str, Any] = answer_of(engine, "hints", message_id=message_id, actions=[action])["outcomes"][0]
+        return outcome
+
+    assert hint("kv.release", "h1", session_id="two")["blocks"] == 10
+    assert hint("kv.release", "h1", session_id="three")["status"] == "duplicate"
+    assert hint("kv.release", "h2", session_id="two")["status"] == "missing"
+    retained = hint("kv.retain", "h3", session_id="three", ttl_s=60, priority=90)
+    assert (retained["status"], retained["blocks"]) == ("accepted", 10)
+    assert engine.boundary("session_end", "m2", session_id="three")["blocks"] == 0
+    serve(engine, "four", prompt(4, 160), session_id="four", max_tokens=1)
+    serve(engine, "five", prompt(5, 160), session_id="five", max_tokens=1)
+    assert hint("kv.demote", "h4", session_id="five")["blocks"] == 10
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    first = next(pool.free_list.iter_cached_blocks())
+    run = pool.free_list.run_of[first.block_id]
+    assert run is not None and {reader.agent.lease.session.session_id for reader in run.readers} == {"five"}
+    assert hint("kv.prefetch", "h5", session_id="five")["status"] == "rejected"
+    boundary = hint("lifetime.boundary", "h6", kind="session_end", session_id="five")
+    assert (boundary["status"], boundary["blocks"]) == ("accepted", 10)
+    engine.check_conservation()
+
+
+def test_views_disagree_with_the_tiers(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+    """Classes, sessions and counters add up to what the tiers hold."""
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=30, flash=250))
+    shared = prompt(9, 96)
+    for i in range(4):
+        serve_turn(engine, f"t{i}", shared + prompt(i, 64), prompt(20 + i, 64), session_id=f"s{i}")
+    engine.settle()
+    time.sleep(0.6)  # blocks are counted by class twice a second
+    view = answer_of(engine, "tiers")
+    sessions = answer_of(engine, "sessions", limit=3, segments=True)
+    assert sessions["total"] == 4 and [s["session_id"] for s in sessions["sessions"]] == ["s0", "s1", "s2"]
+    assert [s["session_id"] for s in answer_of(engine, "sessions", limit=3, after="s2")["sessions"]] == ["s3"]
+    for tier in ("hbm", "host", "flash"):
+        classes = view["classes"][tier]
+        assert sum(classes.values()) == view["tiers"][tier]["used_blocks"] - view["tiers"][tier].get("held_blocks", 0)
+    assert view["classes"]["hbm"]["shared"] == 6
+    counters = view["counters"]
+    assert counters["requests"] == 8
+    assert counters["prompt_tokens"] == 4 * (160 + 224)
+    assert counters["hit_tokens"]["hbm"] == sum(engine.cached_tokens.values())
+    assert answer_of(engine, "health")["oldest_io_s"] == 0
+    assert answer_of(engine, "session", session_id="never")["session"] is None
+    outcome = answer_of(engine, "release", session_id="s0", message_id="r")["outcome"]
+    assert outcome["blocks"] > 0
+    ended = answer_of(engine, "session", session_id="s0")["session"]
+    assert ended["state"] == "ended" and ended["held"]["hbm"]["blocks"] == 0
+    with pytest.raises(ValueError, match="no call 'nonsense'"):
+        answer_of(engine, "nonsense")
