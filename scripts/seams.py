@@ -388,9 +388,74 @@ _CONTROL_GROUP = [
     ),
 ]
 
+_CHAT = "entrypoints/openai/chat_completion"
+_RESPONSES = "entrypoints/openai/responses"
+_ANTHROPIC = "entrypoints/anthropic"
+
+_NAMING_GROUP = [
+    Seam(
+        "entrypoints/launchers/api_server/app_state.py",
+        "endpoint plugins start when the handlers are there",
+        Use.READ,
+        pattern=r"await init_generate_state\([\s\S]*await init_endpoint_plugins_state\(engine_client, state, args\)",
+    ),
+    Seam(
+        "entrypoints/generate/api_router.py",
+        "the names of the handlers in app.state",
+        Use.READ,
+        pattern=r"state\.openai_serving_responses = [\s\S]*state\.openai_serving_chat = "
+        r"[\s\S]*state\.anthropic_serving_messages = ",
+    ),
+    *[
+        Seam(path, name, Use.REPLACE, ("request", "raw_request"), "async")
+        for path, name in (
+            (f"{_CHAT}/serving.py", "OpenAIServingChat.create_chat_completion"),
+            (f"{_ANTHROPIC}/serving.py", "AnthropicServingMessages.create_messages"),
+            (f"{_RESPONSES}/serving.py", "OpenAIServingResponses.create_responses"),
+        )
+    ],
+    *_attributes(f"{_CHAT}/protocol.py", "ChatCompletionRequest", "messages", "session_id", "vllm_xargs", "kv_transfer_params"),
+    *_attributes(
+        f"{_RESPONSES}/protocol.py",
+        "ResponsesRequest",
+        "input",
+        "previous_response_id",
+        "previous_input_messages",
+        "session_id",
+        "vllm_xargs",
+        "kv_transfer_params",
+    ),
+    *_attributes(
+        f"{_ANTHROPIC}/protocol.py", "AnthropicMessagesRequest", "messages", "metadata", "vllm_xargs", "kv_transfer_params"
+    ),
+    *_attributes(f"{_ANTHROPIC}/protocol.py", "AnthropicMessage", "role", "content"),
+    *_attributes(f"{_ANTHROPIC}/protocol.py", "AnthropicContentBlock", "type"),
+    Seam(
+        f"{_ANTHROPIC}/serving.py",
+        "Anthropic's request hands both parameters on",
+        Use.READ,
+        pattern=r"kv_transfer_params=anthropic_request\.kv_transfer_params,"
+        r"[\s\S]*vllm_xargs=anthropic_request\.vllm_xargs,",
+    ),
+    Seam(
+        "entrypoints/generate/base/serving.py",
+        "a session is looked for in session_id, X-Session-ID, vllm_xargs",
+        Use.READ,
+        pattern=r'^SESSION_ID_HEADER = "X-Session-ID"$[\s\S]*if request\.session_id:'
+        r'[\s\S]*request\.vllm_xargs\.get\("session_id"\)',
+    ),
+    Seam(
+        "entrypoints/serve/engine/protocol.py",
+        "OpenAI's requests keep fields that vLLM does not know",
+        Use.READ,
+        pattern=r'^class OpenAIBaseModel\(BaseModel\):$[\s\S]*?^    model_config = ConfigDict\(extra="allow"\)$',
+    ),
+]
+
 GROUPS: dict[str, list[Seam]] = {
     "Connector": _KVCONNECTOR_GROUP,
     "Block pool": _BLOCK_POOL_GROUP,
     "Copies": _COPIES_GROUP,
     "Start and control": _CONTROL_GROUP,
+    "Request naming": _NAMING_GROUP,
 }

@@ -15,7 +15,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from vllm_lifetime.patches import api_routes, engine_core, kv_connector_option
+from vllm_lifetime.patches import api_routes, engine_core, kv_connector_option, request_naming
 from vllm_lifetime.patches.versions import UnsupportedVllmError, require
 
 if TYPE_CHECKING:
@@ -96,8 +96,13 @@ def _register_connector() -> None:
 
 
 def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
-    """Mount the control API on vLLM's `app`."""
+    """Mount the control API on vLLM's `app`, and let its requests name themselves."""
+    from vllm_lifetime.boundaries import METADATA_KEY
     from vllm_lifetime.control import ControlService, build_router
 
+    try:
+        request_naming.install(app.state, METADATA_KEY)
+    except UnsupportedVllmError as error:
+        logger.warning("%s Requests must name themselves.", error)
     service = ControlService(engines)
     app.include_router(build_router(lambda: service))
