@@ -173,6 +173,14 @@ def test_the_return_of_an_unknown_agent_ends_the_main_agent(world: World) -> Non
     assert not world.retired()
 
 
+def test_an_event_s_agent_id_misses_requests_that_named_the_role(world: World) -> None:
+    """Another instance of the role that has an id is not meant."""
+    world.serve((*SYSTEM, 3), agent="coder")
+    world.serve((*SYSTEM, 4), agent="coder", agent_id="c2")
+    assert world.event("subagent_return", agent="coder", agent_id="c1").blocks == 1
+    assert world.retired() == {(*SYSTEM, 3)}
+
+
 def test_requests_alone_say_who_spawned_whom(world: World) -> None:
     """`parent_agent_id` without any event makes a worker, and a lead of the parent."""
     world.serve((*SYSTEM, 3), agent_id="lead")

@@ -452,8 +452,13 @@ class Lifecycle:
     def _agents_of(self, event: Boundary, session: Session) -> list[Agent]:
         leases = session.leases
         chosen = leases.values() if event.workflow_id is None else [leases[w] for w in (event.workflow_id,) if w in leases]
-        name = event.agent_id or event.agent
-        return [agent for lease in chosen for agent in lease.find(name)]
+        if event.agent_id is None:
+            return [agent for lease in chosen for agent in lease.find(event.agent)]
+        found = [agent for lease in chosen for agent in lease.find(event.agent_id)]
+        if found or event.agent is None:
+            return found
+        # Its requests may have named the role alone.
+        return [agent for lease in chosen for agent in lease.find(event.agent) if agent.agent_id is None]
 
     # ------------------------------------------------------------------ opening
 

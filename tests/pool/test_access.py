@@ -510,3 +510,28 @@ def test_ending_costs_by_runs_not_by_blocks(tiers: Tiers) -> None:
     assert big.table.end(reader) == [1500, 0, 0]
     assert [(block.prev_free_block, block.next_free_block) for block in big.blocks] == untouched
     assert run.is_retired
+
+
+def test_a_run_without_blocks_keeps_its_readers_for_ever(tiers: Tiers) -> None:
+    """A content that HBM holds three times, a split that finds two of them, and the third one read later."""
+    first, second = CountingReader("w1"), CountingReader("w2")
+    for _ in range(3):
+        tiers.run(first, (0, 0, 0), max_hit=0)
+    tiers.finish(tiers.start(second, (0,)))
+    for block in list(tiers.by_hash[key_of((0,))][:2]):
+        tiers.hbm.remove(block)
+        tiers.drop_hash(block)
+        tiers.hbm.prepend_n((block,))
+    third = CountingReader("w3")
+    tiers.finish(tiers.start(third, (0,)))
+    for reader in (first, second, third):
+        assert all(any(run.num_blocks) and run.start < run.end for run in reader.runs)
+    blocks = tiers.by_hash[key_of((0,))]
+    run = tiers.hbm.run_of[blocks[0].block_id]
+    assert run is not None and third in run.readers and (run.start, run.end) == (0, 1)
+    for reader in (first, second, third):
+        tiers.table.end(reader)
+    tiers.hbm.append_n(tiers.hbm.popleft_n(0))
+    for block in tiers.allocate(tiers.hbm.num_free_blocks):
+        assert block.block_hash is None
+    assert not first.runs and not second.runs and not third.runs

@@ -92,8 +92,9 @@ class AccessTable:
             if run is None:
                 index += 1
                 continue
-            self._pass(run, min(run.end, end), blocks, reader, forks=False)
-            index = max(index + 1, run.end if run.start <= index else run.start)
+            after = min(run.end, end) if run.start <= index else index + 1
+            self._pass(run, after, blocks, reader, forks=False)
+            index = after
 
     def _follow_as_one(self, path: Path, blocks: Sequence[Any], end: int, *, are_new: bool) -> None:
         start = path.num_seen
@@ -125,7 +126,9 @@ class AccessTable:
 
     def _pass(self, run: Run, index: int, blocks: Sequence[Any], reader: Reader | None, *, forks: bool) -> None:
         """`reader` reads `run` up to block `index`, where its path ends for now, or `forks` off into another run."""
-        if run.end > index and (forks or not run.is_read_by(reader)):
+        if run.start >= index:
+            run = self._relabel(run, index, blocks)
+        elif run.end > index and (forks or not run.is_read_by(reader)):
             run = self._split(run, index, blocks)
         if run.rank is DEMOTED_RANK:
             self.set_rank(run, ACTIVE_RANK)
@@ -162,6 +165,20 @@ class AccessTable:
                 self._move(tier, copy, run, front)
         run.start = end
         return front
+
+    def _relabel(self, run: Run, end: int, blocks: Sequence[Any]) -> Run:
+        """Give the blocks before `end` that are `run`'s, which begins only there or later, a run of their own; returns it.
+
+        When a run is split, a content that HBM holds more than twice keeps one block with the wrong part: no index leads to it.
+        """
+        start = end
+        while start and self._hbm.run_of[blocks[start - 1].block_id] is run:
+            start -= 1
+        own = run.copy_access_set(start, end)
+        own.is_closed = True
+        for block in blocks[start:end]:
+            self._hbm.set_run(block, own)
+        return own
 
     def _move(self, tier: int, block: Any, old: Run, new: Run) -> None:
         free_list = self._free_lists[tier]
