@@ -159,7 +159,7 @@ class ControlCalls:
     def _tiers(self, payload: dict[str, Any]) -> Answer:
         total = self._recorder.total
         return {
-            "tiers": self._scheduler.describe_tiers(),
+            "tiers": self._describe_tiers(),
             "classes": self.count_classes(),
             "counters": {
                 "prompt_tokens": total(stats.PROMPT_TOKENS),
@@ -171,6 +171,31 @@ class ControlCalls:
                 },
             },
         }
+
+    def _describe_tiers(self) -> Answer:
+        """Counts in blocks and bytes, and how old the oldest transfer is."""
+        scheduler = self._scheduler
+        block_bytes = scheduler.layout.block_bytes
+        answer: Answer = {}
+        for name, usage in sorted(scheduler.usage().items(), key=lambda item: TIER_NAMES.index(item[0])):
+            answer[name] = {
+                "capacity_blocks": usage.capacity,
+                "used_blocks": usage.used,
+                "free_blocks": usage.free,
+                "retired_blocks": usage.retired,
+                "capacity_bytes": usage.capacity * block_bytes,
+                "used_bytes": usage.used * block_bytes,
+            }
+        if scheduler.pool is not None:
+            # Of the used blocks, those that a running request references.
+            answer["hbm"]["held_blocks"] = scheduler.pool.num_gpu_blocks - 1 - scheduler.pool.get_num_free_blocks()
+        for tier in (scheduler.host, scheduler.flash):
+            answer[tier.name]["held_blocks"] = len(tier.slots) - tier.free_list.num_free_blocks
+            answer[tier.name]["readable_blocks"] = len(tier)
+            for metric in (stats.BYTES_READ, stats.BYTES_WRITTEN):
+                answer[tier.name][metric.name] = self._recorder.total(metric, tier.name)
+        answer["flash"]["oldest_io_s"] = round(scheduler.oldest_io_s, 3)
+        return answer
 
     def count_classes(self) -> dict[str, dict[str, int]]:
         """Blocks by tier and class of what live segments read; counted again when the last count is half a second old."""

@@ -7,7 +7,6 @@ them comes back in `update_connector_output`.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -20,6 +19,7 @@ from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
 from vllm_lifetime.connectors.lifetime.control_calls import ControlCalls
 from vllm_lifetime.connectors.lifetime.demotion import Demotion
+from vllm_lifetime.connectors.lifetime.gauges import Gauges
 from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.metadata import (
@@ -30,10 +30,11 @@ from vllm_lifetime.connectors.lifetime.metadata import (
     LifetimeWorkerMetadata,
 )
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError
+from vllm_lifetime.connectors.lifetime.request_state import RequestState
 from vllm_lifetime.lifecycle import MIN_SHARED_TOKENS, Lifecycle
 from vllm_lifetime.policy.cost import LoadPolicy
 from vllm_lifetime.policy.retention import Retention, RetentionTable
-from vllm_lifetime.pool.access import HBM_TIER, TIER_NAMES, AccessTable, Path
+from vllm_lifetime.pool.access import HBM_TIER, AccessTable
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import Rank, Reader, Run
 from vllm_lifetime.pool.tiers import Slot, SlotTier, TierUsage
@@ -52,40 +53,6 @@ logger = init_logger(__name__)
 MAX_EVICTED_REMEMBERED = 1 << 16
 """Evicted hashes whose time of eviction is kept, to measure how soon they are wanted again."""
 
-CLASSES_EVERY_S = 1.0
-"""How often blocks are counted by class for the metrics, at most, while the engine runs."""
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What the scheduler side knows of a request, from its arrival to its end."""
-
-    reading: Reading | None
-    boundary: int
-    """Blocks before this index are the prompt's."""
-    paths: dict[int, Path] = field(default_factory=dict)
-    """By KV cache group."""
-    num_local_blocks: int | None = None
-    """vLLM's own prefix hit at the present admission, until it has been counted."""
-    plan: list[Slot] = field(default_factory=list)
-    """Slots that hold the blocks after the local hit, from the lookup to the allocation, in the same scheduler step."""
-    loaded_end: int = 0
-    """Blocks before this index were loaded, not computed."""
-    loading: tuple[int, int] = (0, 0)
-    """Blocks of the latest load by origin: host, flash."""
-    was_refused: bool = False
-    """A load has been refused already: counted once, however often admission is tried."""
-
-    def path(self, group_id: int) -> Path:
-        """The request's path in a KV cache group."""
-        path = self.paths.get(group_id)
-        if path is None:
-            reading = self.reading
-            path = Path(None) if reading is None else Path(reading.prompt, reading.output, self.boundary)
-            self.paths[group_id] = path
-        return path
-
-
 class LifetimeScheduler:
     """See the module. One per engine.
 
@@ -99,7 +66,7 @@ class LifetimeScheduler:
         self.layout = layout
         self._block_size = layout.block_size_tokens
         self._world_size: int = vllm_config.parallel_config.world_size
-        self._pool: LifetimeBlockPool | None = None
+        self.pool: LifetimeBlockPool | None = None
         self._requests: dict[str, RequestState] = {}
         self.recorder = stats.Recorder()
         self._load_policy = LoadPolicy(always=options.load_policy == "always")
@@ -121,7 +88,7 @@ class LifetimeScheduler:
             min_shared_tokens=min(MIN_SHARED_TOKENS, options.compaction_tokens),
         )
         self.retentions: RetentionTable | None = None
-        self._calls = ControlCalls(self)
+        self.calls = ControlCalls(self)
         self._access: AccessTable | None = None
         self._demotion: Demotion | None = None
         # Next step's orders.
@@ -135,15 +102,14 @@ class LifetimeScheduler:
         self._steps: dict[int, tuple[float, int]] = {}
         self._last_step_end = 0.0
         self._wants_step = False
-        self._usage_shown: dict[tuple[str, ...], int] = {}
-        self._classes_due = 0.0
+        self._gauges = Gauges(self.recorder)
         self._oldest_start: float | None = None
 
     # ------------------------------------------------------------------ binding
 
     def bind_pool(self, pool: LifetimeBlockPool) -> None:
         """The engine's block pool has been built."""
-        self._pool = pool
+        self.pool = pool
         pool.listener = self
         self._bind_access()
 
@@ -161,13 +127,13 @@ class LifetimeScheduler:
         self._bind_access()
 
     def _bind_access(self) -> None:
-        if self._pool is None:
+        if self.pool is None:
             return
         ahead = self.options.demote_ahead_blocks
         if ahead is None:
-            ahead = min(max(16, 2 * self._step_blocks), self._pool.num_gpu_blocks // 2)
+            ahead = min(max(16, 2 * self._step_blocks), self.pool.num_gpu_blocks // 2)
         self._demotion = Demotion(
-            self._pool,
+            self.pool,
             self.host,
             self.flash,
             self.jobs,
@@ -175,9 +141,9 @@ class LifetimeScheduler:
             batch_blocks=max(1, self.options.demote_batch_bytes // self.layout.block_bytes),
             staging_blocks=max(1, self.options.flash_staging_bytes // self.layout.block_bytes),
         )
-        free_lists: list[TierFreeList[Any]] = [self._pool.free_list, self.host.free_list, self.flash.free_list]
-        self._access = AccessTable(free_lists, self._copies_of, self._pool.twin_of)
-        capacity = self._pool.num_gpu_blocks + len(self.host.slots) + len(self.flash.slots)
+        free_lists: list[TierFreeList[Any]] = [self.pool.free_list, self.host.free_list, self.flash.free_list]
+        self._access = AccessTable(free_lists, self._copies_of, self.pool.twin_of)
+        capacity = self.pool.num_gpu_blocks + len(self.host.slots) + len(self.flash.slots)
         self.retentions = RetentionTable(self._access, capacity)
 
     def _copies_of(self, key: bytes) -> list[tuple[int, Slot]]:
@@ -192,9 +158,9 @@ class LifetimeScheduler:
 
     def _run_of_block(self, block_id: int, key: bytes) -> Any:
         """The run of an HBM block if it still holds `key`."""
-        if self._pool is None or self._pool.blocks[block_id].block_hash != key:
+        if self.pool is None or self.pool.blocks[block_id].block_hash != key:
             return None
-        return self._pool.free_list.run_of[block_id]
+        return self.pool.free_list.run_of[block_id]
 
     # ------------------------------------------------------------------ requests
 
@@ -255,7 +221,7 @@ class LifetimeScheduler:
 
     def _reason_to_refuse(self, request: "Request", start: int, plan: list[Slot]) -> str | None:
         """None if the load pays and the whole request fits (R1): a load holds its blocks and cannot be preempted."""
-        pool = self._pool
+        pool = self.pool
         if pool is None:
             return "skipped_no_room"
         wanted = -(-request.num_tokens // self._block_size) - start
@@ -381,7 +347,7 @@ class LifetimeScheduler:
             self._flush.update(storing[block.block_id] for block in blocks if block.block_id in storing)
         now = 0.0
         retired = demoted = lost = 0
-        run_of = self._pool.free_list.run_of if self._pool is not None else ()
+        run_of = self.pool.free_list.run_of if self.pool is not None else ()
         evicted_at = self._evicted_at
         for block in blocks:
             key = block.block_hash
@@ -520,7 +486,7 @@ class LifetimeScheduler:
 
     def lifetime_call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
         """The control API's way in; see `control_calls.py`. Runs between two steps. Raises `ValueError` for an unknown call."""
-        return self._calls.call(method, payload)
+        return self.calls.call(method, payload)
 
     def want_step(self) -> None:
         """Let an idle engine step once, so that the metrics show what has changed."""
@@ -546,73 +512,18 @@ class LifetimeScheduler:
     def usage(self) -> dict[str, TierUsage]:
         """Blocks of each tier by state. O(1)."""
         by_tier = {"host": self.host.usage(), "flash": self.flash.usage()}
-        if self._pool is not None:
-            free_list = self._pool.free_list
+        if self.pool is not None:
+            free_list = self.pool.free_list
             free = free_list.num_empty_blocks + free_list.num_retired_blocks
             # The null block is never anybody's.
-            by_tier["hbm"] = TierUsage(self._pool.num_gpu_blocks - 1, free, free_list.num_retired_blocks)
+            by_tier["hbm"] = TierUsage(self.pool.num_gpu_blocks - 1, free, free_list.num_retired_blocks)
         return by_tier
-
-    def describe_tiers(self) -> dict[str, dict[str, Any]]:
-        """For `GET /lifetime/v1/tiers`: counts in blocks and bytes, and how old the oldest transfer is."""
-        block_bytes = self.layout.block_bytes
-        answer: dict[str, dict[str, Any]] = {}
-        for name, usage in sorted(self.usage().items(), key=lambda item: TIER_NAMES.index(item[0])):
-            answer[name] = {
-                "capacity_blocks": usage.capacity,
-                "used_blocks": usage.used,
-                "free_blocks": usage.free,
-                "retired_blocks": usage.retired,
-                "capacity_bytes": usage.capacity * block_bytes,
-                "used_bytes": usage.used * block_bytes,
-            }
-        if self._pool is not None:
-            # Of the used blocks, those that a running request references.
-            answer["hbm"]["held_blocks"] = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
-        for tier in (self.host, self.flash):
-            answer[tier.name]["held_blocks"] = len(tier.slots) - tier.free_list.num_free_blocks
-            answer[tier.name]["readable_blocks"] = len(tier)
-            for metric in (stats.BYTES_READ, stats.BYTES_WRITTEN):
-                answer[tier.name][metric.name] = self.recorder.total(metric, tier.name)
-        answer["flash"]["oldest_io_s"] = round(self.oldest_io_s, 3)
-        return answer
 
     def take_stats(self) -> stats.LifetimeStats | None:
         """What the metrics have to know since the last call; None if nothing has changed."""
-        for name, usage in self.usage().items():
-            for state in ("capacity", "used", "free", "retired"):
-                value = getattr(usage, state)
-                self._show(stats.TIER_BLOCKS, value, name, state)
-        lifecycle = self.lifecycle
-        counts = (
-            (stats.SESSIONS, len(lifecycle)),
-            (stats.AGENTS, lifecycle.num_agents),
-            (stats.SEGMENTS, len(lifecycle.segments)),
-            (stats.EXPIRED_AGENTS, lifecycle.num_expired),
-        )
-        for metric, value in counts:
-            self._show(metric, value)
-        self._show_classes()
+        self._gauges.show(self)
         taken = self.recorder.take()
         return None if taken.is_empty() else taken
-
-    def _show(self, metric: stats.Metric, value: int, *labels: str) -> None:
-        """Set a gauge if its value has changed."""
-        key = (metric.name, *labels)
-        if self._usage_shown.get(key) != value:
-            self._usage_shown[key] = value
-            self.recorder.set(metric, *labels, to=value)
-
-    def _show_classes(self) -> None:
-        """Blocks by class, once a second, and less often where there is much to count."""
-        now = time.monotonic()
-        if now < self._classes_due or self._access is None or not self._access.has_runs:
-            return
-        for tier, by_class in self._calls.count_classes().items():
-            for segment_class, count in by_class.items():
-                self._show(stats.CLASS_BLOCKS, count, tier, segment_class)
-        done = time.monotonic()
-        self._classes_due = done + max(CLASSES_EVERY_S, 200 * (done - now))
 
 
 assert HBM_TIER == 0 and (HOST, FLASH) == (1, 2)
