@@ -16,7 +16,7 @@ def session(api: Api, name: str) -> dict[str, Any]:
     """One session as the server shows it."""
     response = api.http.get(f"/lifetime/v1/sessions/{name}")
     assert response.status_code == 200, response.text
-    return dict(response.json()["session"])
+    return dict(response.json())
 
 
 def segments(api: Api, name: str) -> dict[str, dict[str, Any]]:
@@ -133,7 +133,7 @@ def test_delete_ends_a_session_of_another(tiers_server: Api) -> None:
         assert api.http.post("/v1/completions", json=body).status_code == 200
     before = api.settle()
     listed = api.http.get("/lifetime/v1/sessions").json()
-    assert {item["session_id"] for item in listed["sessions"]} == {"one", name}
+    assert {item["session_id"] for item in listed["sessions"]} >= {"one", name}
     response = api.http.delete(f"/lifetime/v1/sessions/{encoded}")
     assert response.status_code == 200, response.text
     assert sum(retired(api.tiers()).values()) - sum(retired(before).values()) >= 3
