@@ -12,6 +12,7 @@ for those who choose the connector.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -98,11 +99,19 @@ def _register_connector() -> None:
 def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
     """Mount the control API on vLLM's `app`, and let its requests name themselves."""
     from vllm_lifetime.boundaries import METADATA_KEY
-    from vllm_lifetime.control import ControlService, build_router
+    from vllm_lifetime.control import ControlService, ControlSettings, build_router
 
     try:
         request_naming.install(app.state, METADATA_KEY)
     except UnsupportedVllmError as error:
         logger.warning("%s Requests must name themselves.", error)
-    service = ControlService(engines)
-    app.include_router(build_router(lambda: service))
+    settings = ControlSettings.from_environment(_api_keys(app))
+    service = ControlService(engines, settings=settings)
+    app.include_router(build_router(lambda: service, settings))
+
+
+def _api_keys(app: FastAPI) -> list[str]:
+    """The keys that vLLM itself asks for: `--api-key`, else the environment's."""
+    given = getattr(getattr(app.state, "args", None), "api_key", None)
+    keys = [given] if isinstance(given, str) else list(given or [os.environ.get("VLLM_API_KEY")])
+    return [key for key in keys if key]

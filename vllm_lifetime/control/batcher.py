@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes one call of many: while a call is under way, what arrives waits and goes together in the next.
+
+Without it, a thousand requests per second would be a thousand interruptions of the thread that schedules. Order is kept: the
+items of a request stay together, and those of a later request come after them.
+
+Runs in the API server, on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from vllm_lifetime.control.errors import ControlError, EngineUnavailable
+
+__all__ = ["Batcher"]
+
+logger = logging.getLogger("vllm_lifetime.control")
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class _Waiting(NamedTuple, Generic[Item, Result]):
+    """Some items of one request, and where their results go."""
+
+    items: list[Item]
+    results: asyncio.Future[list[Result]]
+
+
+class Batcher(Generic[Item, Result]):
+    """Sends items by `send`, which returns a result per item, with at most one call of it under way.
+
+    A request that is given up on changes nothing for others; its items are sent all the same.
+    """
+
+    def __init__(self, send: Callable[[list[Item]], Awaitable[list[Result]]], *, max_batch: int, max_waiting: int) -> None:
+        """At most `max_batch` items go in one call; at most `max_waiting` wait for theirs."""
+        self._send = send
+        self._max_batch = max_batch
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting[Item, Result]] = deque()
+        self._num_waiting = 0
+        self._sender: asyncio.Task[None] | None = None
+
+    async def submit(self, items: list[Item]) -> list[Result]:
+        """Return the result of each item, in order.
+
+        Raises `EngineUnavailable` when too many items wait already, and what `send` raises.
+        """
+        if self._num_waiting and self._num_waiting + len(items) > self._max_waiting:
+            raise EngineUnavailable(f"The engines do not keep up: {self._num_waiting} events wait for them already.")
+        if len(items) <= self._max_batch:
+            return await self._enqueue(items)
+        starts = range(0, len(items), self._max_batch)
+        parts = await asyncio.gather(*[self._enqueue(items[start : start + self._max_batch]) for start in starts])
+        return [result for part in parts for result in part]
+
+    def _enqueue(self, items: list[Item]) -> asyncio.Future[list[Result]]:
+        results: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(items, results))
+        self._num_waiting += len(items)
+        if self._sender is None or self._sender.done():
+            # A task of its own, so that it outlives the request that came first.
+            self._sender = asyncio.create_task(self._send_waiting(), name="lifetime-boundaries")
+        return results
+
+    def _take(self) -> list[_Waiting[Item, Result]]:
+        """Take what goes in the next call off the queue."""
+        batch = [self._waiting.popleft()]
+        size = len(batch[0].items)
+        while self._waiting and size + len(self._waiting[0].items) <= self._max_batch:
+            batch.append(self._waiting.popleft())
+            size += len(batch[-1].items)
+        self._num_waiting -= size
+        return batch
+
+    async def _send_waiting(self) -> None:
+        while self._waiting:
+            batch = self._take()
+            try:
+                results = await self._send([item for waiting in batch for item in waiting.items])
+            except Exception as error:
+                if not isinstance(error, ControlError):
+                    logger.exception("Sending %d requests failed", len(batch))
+                for waiting in batch:
+                    if not waiting.results.done():
+                        waiting.results.set_exception(_copy(error))
+                continue
+            start = 0
+            for waiting in batch:
+                end = start + len(waiting.items)
+                if not waiting.results.done():
+                    waiting.results.set_result(results[start:end])
+                start = end
+
+
+def _copy(error: Exception) -> ControlError:
+    """Return an error that can be raised in another task: one error would collect the traces of all."""
+    if isinstance(error, ControlError):
+        return type(error)(error.detail)
+    return EngineUnavailable(f"An engine is not available: {error or type(error).__name__}")
