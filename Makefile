@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv test lint pytest demo figures test-compat seams clean
+.PHONY: help venv harness-venvs test lint pytest demo figures test-compat seams clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -14,17 +14,27 @@ help: ## list these targets
 venv: ## .venv with vLLM 0.32 for CPUs, the tools and this package
 	@$(PYTHON) scripts/setup_venv.py $(VENV) requirements/cpu-0.32.txt requirements/dev.txt
 
+harness-venvs: ## .venv-harness and .venv-harness-crewai: the agent frameworks, without vLLM and torch
+	@$(PYTHON) scripts/setup_venv.py .venv-harness requirements/harness.txt
+	@$(PYTHON) scripts/setup_venv.py .venv-harness-crewai requirements/harness-crewai.txt
+
 test: lint pytest ## lint, types and all tests
 
-pytest: venv
+pytest: venv harness-venvs
 	$(BIN)/python -m pytest -q
 
-lint: venv ## ruff and mypy
+lint: venv harness-venvs ## ruff and mypy
 	$(BIN)/ruff check .
 	@# The sources lie where pyproject.toml's package-dir says; mypy needs them where they are imported.
 	@rm -rf build/types && mkdir -p build/types/vllm_lifetime
 	@ln -sfn $(addprefix ../../../,$(wildcard vllm_lifetime/*) connectors patches) build/types/vllm_lifetime/
 	$(BIN)/mypy build/types/vllm_lifetime scripts
+	@# Each adapter where its framework is.
+	@for module in openai_agents langchain autogen; do \
+	  (cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../.venv-harness/bin/python \
+	    vllm_lifetime/harness/$$module.py) || exit 1; done
+	@cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
+	  --python-executable ../../.venv-harness-crewai/bin/python vllm_lifetime/harness/crewai.py
 
 demo: venv ## the demonstration, with its figures
 	$(BIN)/python -m benchmarks.demo

