@@ -2,7 +2,8 @@
 """Lets requests name themselves from what the OpenAI and Anthropic protocols already carry.
 
 What: before one app's handler for chat completions, Anthropic messages or responses takes a request, what the request does not
-say itself is filled in: its session, and in `kv_transfer_params[key]` its `agent_id`, `parent_agent_id`, `turn` and `retain_s`.
+say itself is filled in: its session, and in `kv_transfer_params[key]` its `agent_id`, `parent_agent_id`, `turn` and
+`cache_ttl_s`.
 
 - session: `X-Claude-Code-Session-Id`, `session_id` in Anthropic's `metadata.user_id`, Codex's `Session-Id`, or OpenAI's
   `conversation`.
@@ -10,7 +11,7 @@ say itself is filled in: its session, and in `kv_transfer_params[key]` its `agen
   `X-Codex-Parent-Thread-Id`.
 - `turn`: how many user messages the prompt has; only for a request of a session or workflow. An Anthropic user message that
   brings tool results is no new turn: the model is still in its tool loop.
-- `retain_s`: the longest of Anthropic's `cache_control`, or OpenAI's `prompt_cache_retention`.
+- `cache_ttl_s`: the longest of Anthropic's `cache_control`, or OpenAI's `prompt_cache_retention`.
 
 A field that the request gives is kept, also when it is null. `prompt_cache_key` is no session: it routes to a cache, and
 harnesses share one among sessions that begin alike. Nor is `previous_response_id`: it is another one in each request.
@@ -190,9 +191,9 @@ def _as_id(value: Any) -> str | None:
 
 def _read_chat(request: Any, body: Any, names: _Names) -> None:
     """Read OpenAI's `prompt_cache_retention`; vLLM's models keep fields that they do not know as attributes."""
-    retain_s = _look_up(_CACHE_RETENTION_S, getattr(request, "prompt_cache_retention", None))
-    if retain_s is not None:
-        names.metadata["retain_s"] = retain_s
+    ttl_s = _look_up(_CACHE_RETENTION_S, getattr(request, "prompt_cache_retention", None))
+    if ttl_s is not None:
+        names.metadata["cache_ttl_s"] = ttl_s
 
 
 def _read_responses(request: Any, body: Any, names: _Names) -> None:
@@ -232,7 +233,7 @@ def _read_messages(request: Any, body: Any, names: _Names) -> None:
     names.session_id = names.session_id or _read_claude_user_id((request.metadata or {}).get("user_id"))
     wishes = [wish for wish in map(_read_cache_control, _cacheable(body)) if wish is not None]
     if wishes:
-        names.metadata["retain_s"] = max(wishes)
+        names.metadata["cache_ttl_s"] = max(wishes)
 
 
 def _read_claude_user_id(user_id: Any) -> str | None:

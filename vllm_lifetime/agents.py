@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from vllm_lifetime.boundaries import Boundary, RequestMetadata, SegmentClass, Spawn
+from vllm_lifetime.pool.runs import Reader
 from vllm_lifetime.segments import Segment, SegmentTable
 
 __all__ = ["Agent", "Continuation", "Reading", "TurnMemory", "common_length"]
@@ -53,14 +54,22 @@ class Reading:
     request shows to be over; they are closed once it has read its prefix, so that what it shares with them is never retired.
     """
 
-    __slots__ = ("agent", "is_running", "output", "prompt", "replaced", "retain_s")
+    __slots__ = ("agent", "cache_ttl_s", "is_running", "output", "prompt", "replaced", "retain_s")
 
-    def __init__(self, agent: "Agent", prompt: Segment, output: Segment, replaced: list[Segment], retain_s: float) -> None:
+    def __init__(
+        self,
+        agent: "Agent",
+        prompt: Segment,
+        output: Segment,
+        replaced: list[Segment],
+        metadata: RequestMetadata,
+    ) -> None:
         self.agent = agent
         self.prompt = prompt
         self.output = output
         self.replaced = replaced
-        self.retain_s = retain_s
+        self.retain_s = metadata.retain_s or 0.0
+        self.cache_ttl_s = metadata.cache_ttl_s or 0.0
         self.is_running = True
 
 
@@ -133,6 +142,7 @@ class Agent:
         "turn_has_segment",
         "turn_is_over",
         "turn_segment",
+        "wish",
     )
 
     def __init__(
@@ -172,7 +182,10 @@ class Agent:
         self.base.segment_class = self._base_class()
         self.turn_segment: Segment | None = None
         self.named: dict[str, Segment] = {}
-        self.retention: object | None = None
+        self.retention: Reader | None = None
+        """Keeps what its requests wished to be kept, also after its end."""
+        self.wish: Reader | None = None
+        """Keeps what its requests' protocol asks to be kept, until its end."""
 
     # ------------------------------------------------------------------ looking
 
@@ -218,7 +231,7 @@ class Agent:
         self.table.start_request(prompt)
         if output is not prompt:
             self.table.start_request(output)
-        return Reading(self, prompt, output, replaced, metadata.retain_s or 0.0)
+        return Reading(self, prompt, output, replaced, metadata)
 
     def _choose_segments(
         self,

@@ -181,7 +181,11 @@ class RequestMetadata(BaseModel):
     """Number of the user message that the request answers; a new number begins a new turn."""
 
     retain_s: Annotated[float, Field(ge=0, le=MAX_RETAIN_S, allow_inf_nan=False)] | None = None
-    """Wish to keep what this request reads for so many seconds after it."""
+    """Wish to keep what this request reads for so many seconds after it, also when its readers are over."""
+
+    cache_ttl_s: Annotated[float, Field(ge=0, le=MAX_RETAIN_S, allow_inf_nan=False)] | None = None
+    """The same as the request's protocol has it (`cache_control`, `prompt_cache_retention`). A boundary knows better: what it
+    ends is not kept."""
 
 
 _EMPTY = RequestMetadata()

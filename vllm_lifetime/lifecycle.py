@@ -236,7 +236,7 @@ class Lifecycle:
                 continue
             if not agent.is_empty:
                 self.num_expired += 1
-            blocks += self._close(agent.end())[0]
+            blocks += self._close(agent.end(), is_lost=True)[0]
             self._forget(agent)
         return blocks
 
@@ -402,10 +402,10 @@ class Lifecycle:
     def _closed(self, event: Boundary, segments: list[Segment]) -> Outcome:
         return self._outcome(event, *self._close(segments))
 
-    def _close(self, segments: list[Segment]) -> tuple[int, int]:
+    def _close(self, segments: list[Segment], *, is_lost: bool = False) -> tuple[int, int]:
         blocks = num_waiting = 0
         for segment in segments:
-            retired = self.segments.close(segment)
+            retired = self.segments.close(segment, is_lost=is_lost)
             if retired is None:
                 num_waiting += 1
             else:

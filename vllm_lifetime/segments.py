@@ -106,19 +106,26 @@ class SegmentTable:
         self.forget_if_empty(segment)
         return 0
 
-    def close(self, segment: Segment) -> int | None:
+    def close(self, segment: Segment, *, is_lost: bool = False) -> int | None:
         """The segment's boundary has come. Returns the blocks retired in all tiers, or None: it waits for a running request.
 
-        O(r log r) in the segment's runs.
+        `is_lost`: nobody said so, its lease has run out; what its requests' protocol asked to be kept is kept. O(r log r) in the
+        segment's runs.
         """
         if not segment.is_live:
             return 0
         if segment.num_requests:
             segment.is_closing = True
             return None
-        return self._end(segment)
+        return self._end(segment, is_lost=is_lost)
 
-    def _end(self, segment: Segment) -> int:
+    def _end(self, segment: Segment, *, is_lost: bool = False) -> int:
+        wish = segment.agent.wish
+        if wish is not None and not is_lost:
+            others = [other for other in segment.agent.segments if other is not segment]
+            for run in segment.runs:
+                if wish in run.readers and not any(other in run.readers for other in others):
+                    run.remove_reader(wish)
         blocks = self._end_reader(segment)
         self.forget_if_empty(segment)
         return blocks

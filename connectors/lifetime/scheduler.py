@@ -33,7 +33,7 @@ from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsEr
 from vllm_lifetime.connectors.lifetime.request_state import RequestState
 from vllm_lifetime.lifecycle import MIN_SHARED_TOKENS, Lifecycle
 from vllm_lifetime.policy.cost import LoadPolicy
-from vllm_lifetime.policy.retention import Retention, RetentionTable
+from vllm_lifetime.policy.retention import RetentionTable
 from vllm_lifetime.pool.access import HBM_TIER, AccessTable
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import Rank, Reader, Run
@@ -305,14 +305,16 @@ class LifetimeScheduler:
             self._demotion.look_again()
 
     def _retain(self, reading: Reading) -> None:
-        """Keep what the request has read for as long as it wished."""
-        if not reading.retain_s or self.retentions is None:
+        """Keep what the request has read for as long as it wished, or as its protocol asks."""
+        retentions, agent, prompt = self.retentions, reading.agent, reading.prompt
+        if retentions is None or not (reading.retain_s or reading.cache_ttl_s):
             return
-        agent = reading.agent
-        retention = agent.retention
-        if not isinstance(retention, Retention) or not retention.is_live:
-            retention = agent.retention = self.retentions.new(reading.prompt.workflow_id)
-        self.retentions.retain(retention, list(reading.prompt.runs), reading.retain_s, time.monotonic())
+        now = time.monotonic()
+        if reading.retain_s:
+            agent.retention = retentions.renew(agent.retention, prompt.workflow_id, list(prompt.runs), reading.retain_s, now)
+        # A boundary that has come meanwhile knows better than the protocol.
+        if reading.cache_ttl_s and not prompt.is_closing:
+            agent.wish = retentions.renew(agent.wish, prompt.workflow_id, list(prompt.runs), reading.cache_ttl_s, now)
 
     # ------------------------------------------------------------------ the pool's calls (hot path)
 

@@ -498,6 +498,18 @@ def test_a_request_that_wished_it_is_retired_at_once(make_engine: Callable[..., 
     engine.check_conservation()
 
 
+def test_session_end_frees_nothing_of_a_prompt_with_cache_control(make_engine: Callable[..., SimulatedEngine]) -> None:
+    """A wish of the protocol keeps a lost session's blocks, and what a turn adds; a boundary ends it, but not others' wishes."""
+    engine = make_engine(NUM_BLOCKS, {})
+    who = {"session_id": "s", "metadata": {"cache_ttl_s": 300}}
+    serve_turn(engine, "s", prompt(1, 96), prompt(2, 64), **who)
+    serve(engine, "other", prompt(1, 96) + prompt(3, 32), session_id="t", metadata={"cache_ttl_s": 300}, max_tokens=1)
+    assert engine.boundary("turn_end", "m1", session_id="s")["blocks"] == 4
+    assert engine.boundary("session_end", "m2", session_id="s")["blocks"] == 0
+    assert engine.boundary("session_end", "m3", session_id="t")["blocks"] == 8
+    engine.check_conservation()
+
+
 def test_views_disagree_with_the_tiers(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
     """Classes, sessions and counters add up to what the tiers hold."""
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=30, flash=250))

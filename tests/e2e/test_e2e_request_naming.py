@@ -66,14 +66,6 @@ def end(api: Api, session: str) -> int:
     return int(outcome["blocks"])
 
 
-def end_kept(api: Api, session: str) -> None:
-    """End `session`, of which a request wished that it be kept: nothing is retired."""
-    before = api.settle()["hbm"]["used_blocks"]
-    outcome = api.boundary("session_end", session_id=session)
-    assert (outcome["status"], outcome["blocks"]) == ("accepted", 0), outcome
-    assert api.tiers()["hbm"]["used_blocks"] == before > 0
-
-
 def ask_messages(api: Api, client: Anthropic, messages: list[Any], **more: Any) -> None:
     client.messages.create(model=api.server.served_name, max_tokens=4, messages=messages, **more)
 
@@ -113,7 +105,7 @@ def test_the_session_in_the_user_id_is_overlooked(api: Api, anthropic: Anthropic
     ) as stream:
         stream.until_done()
     assert agents(api, session) == [(None, None, 1)]
-    end_kept(api, session)
+    end(api, session)
 
 
 def test_a_chat_does_not_say_its_turn(api: Api, openai: OpenAI, session: str) -> None:
@@ -131,7 +123,7 @@ def test_a_chat_does_not_say_its_turn(api: Api, openai: OpenAI, session: str) ->
         assert agents(api, session) == [(None, None, turn)]
         messages += [{"role": "assistant", "content": "done"}, {"role": "user", "content": "thanks"}]
     assert bad("lifetime_bad_metadata_total") == 0
-    end_kept(api, session)
+    end(api, session)
 
 
 def test_codex_is_a_stranger(api: Api, openai: OpenAI, session: str) -> None:

@@ -139,7 +139,7 @@ def test_other_apps_keep_vllms_handlers(server: Server) -> None:
 
 
 def test_a_fully_tagged_request_is_untouched(server: Server) -> None:
-    said = {"workflow_id": "w", "agent_id": "mine", "parent_agent_id": "lead", "turn": 7, "retain_s": 1.5}
+    said = {"workflow_id": "w", "agent_id": "mine", "parent_agent_id": "lead", "turn": 7, "cache_ttl_s": 1.5}
     headers = {**CLAUDE, "X-Session-ID": "mine", "X-Claude-Code-Agent-Id": "theirs"}
     for ask in server.asks():
         answer = ask(headers, prompt_cache_retention="24h", cache_control={"type": "ephemeral"}, **params(**said))
@@ -331,7 +331,7 @@ def block(**control: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "retain_s"),
+    ("body", "cache_ttl_s"),
     [
         ({"cache_control": {"type": "ephemeral"}}, 300),
         ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, 300),
@@ -349,16 +349,16 @@ def block(**control: Any) -> dict[str, Any]:
         ({"system": "x"}, None),
     ],
 )
-def test_cache_control_is_a_wish_to_keep(body: dict[str, Any], retain_s: int | None, server: Server) -> None:
-    expected = None if retain_s is None else {"retain_s": retain_s}
+def test_cache_control_is_a_wish_to_keep(body: dict[str, Any], cache_ttl_s: int | None, server: Server) -> None:
+    expected = None if cache_ttl_s is None else {"cache_ttl_s": cache_ttl_s}
     assert server.ask_messages(**body).lifetime == expected
 
 
 def test_prompt_cache_retention_is_a_wish_to_keep(server: Server) -> None:
     for ask in (server.ask_chat, server.ask_responses):
-        assert ask(prompt_cache_retention="24h").lifetime == {"retain_s": 86_400}
+        assert ask(prompt_cache_retention="24h").lifetime == {"cache_ttl_s": 86_400}
         assert ask(prompt_cache_retention="in_memory").params is None
-        assert ask(prompt_cache_retention="24h", **params(retain_s=5)).lifetime == {"retain_s": 5}
+        assert ask(prompt_cache_retention="24h", **params(cache_ttl_s=5)).lifetime == {"cache_ttl_s": 5}
 
 
 def test_what_is_added_is_valid_metadata(server: Server) -> None:
@@ -367,7 +367,7 @@ def test_what_is_added_is_valid_metadata(server: Server) -> None:
     answer = server.ask_messages({**CLAUDE, "X-Claude-Code-Agent-Id": "a1"}, system=[block(ttl="1h")])
     metadata, problem = parse_request_metadata(answer.params)
     assert problem is None
-    assert metadata.model_dump(exclude_none=True) == {"agent_id": "a1", "turn": 1, "retain_s": 3600}
+    assert metadata.model_dump(exclude_none=True) == {"agent_id": "a1", "turn": 1, "cache_ttl_s": 3600}
 
 
 # ---------------------------------------------------------------------- costs and failures

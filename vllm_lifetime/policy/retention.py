@@ -64,6 +64,12 @@ class RetentionTable:
         score = (priority - DEFAULT_PRIORITY) / 100
         return Retention(workflow_id, (1, score, 0.0) if score else ACTIVE_RANK)
 
+    def renew(self, old: Reader | None, workflow_id: str, runs: Iterable[Run], ttl_s: float, now: float) -> Retention:
+        """Let `old`, or a new wish if it is over, cover `runs`, too; returns it. As `retain`."""
+        retention = old if isinstance(old, Retention) and old.is_live else self.new(workflow_id)
+        self.retain(retention, runs, ttl_s, now)
+        return retention
+
     def retain(self, retention: Retention, runs: Iterable[Run], ttl_s: float, now: float) -> tuple[int, bool]:
         """Let `retention` cover `runs` for at least `ttl_s` seconds from now; what it covered before is kept as long.
 
@@ -101,7 +107,7 @@ class RetentionTable:
         retired = 0
         while self._heap and self._heap[0][0] <= now:
             expires_at, _, retention = heapq.heappop(self._heap)
-            if expires_at < retention.expires_at or not retention.is_live:
+            if expires_at < retention.expires_at:
                 continue  # it was prolonged
             if retention.rank is not ACTIVE_RANK:
                 for run in retention.runs:
