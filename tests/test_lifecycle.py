@@ -325,7 +325,8 @@ def test_generations_count_reopenings(world: World) -> None:
         session = world.lifecycle.find_session("s")
         assert session is not None and session.generation == generation
         world.event("session_end") if generation else world.event("workflow_end", workflow_id="s")
-        assert world.lifecycle.ended_generation("s") == generation
+        ended = world.lifecycle.find_ended("s")
+        assert ended is not None and ended.generation == generation and ended.last_boundary is not None
 
 
 def test_lost_sessions_hold_their_blocks_for_ever(world: World) -> None:

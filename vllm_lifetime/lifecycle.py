@@ -33,6 +33,7 @@ __all__ = [
     "MAX_REMEMBERED_MESSAGES",
     "MIN_NEW_TOKENS",
     "MIN_SHARED_TOKENS",
+    "EndedSession",
     "Lease",
     "Lifecycle",
     "Session",
@@ -120,15 +121,16 @@ class Lease:
         return [agent for agent in self if not agent.is_subagent]
 
 
-class _Ended:
-    """What is remembered of an ended session."""
+class EndedSession:
+    """What is remembered of an ended session; `at` is when, on the lifecycle's clock."""
 
-    __slots__ = ("at", "generation", "sent_at_s")
+    __slots__ = ("at", "generation", "last_boundary", "sent_at_s")
 
-    def __init__(self, generation: int, sent_at_s: float | None, at: float) -> None:
+    def __init__(self, generation: int, sent_at_s: float | None, at: float, last_boundary: BoundaryKind | None) -> None:
         self.generation = generation
         self.sent_at_s = sent_at_s
         self.at = at
+        self.last_boundary = last_boundary
 
 
 class Lifecycle:
@@ -167,7 +169,7 @@ class Lifecycle:
         self._by_workflow: dict[str, set[Lease]] = {}
         self._by_activity: OrderedDict[Agent, None] = OrderedDict()
         self._idle: OrderedDict[Agent, None] = OrderedDict()
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._messages: OrderedDict[str, Outcome] = OrderedDict()
         self.num_expired = 0
         """Agents closed because their lease ran out."""
@@ -428,10 +430,14 @@ class Lifecycle:
         """The live session of that id."""
         return self._sessions.get((session_id, None))
 
-    def ended_generation(self, session_id: str) -> int | None:
-        """The last generation of a session that has ended and is remembered."""
-        ended = self._ended.get(session_id)
-        return None if ended is None else ended.generation
+    def find_ended(self, session_id: str) -> EndedSession | None:
+        """What is remembered of a session that has ended and is not back."""
+        return self._ended.get(session_id)
+
+    def closing_agents(self, session_id: str) -> list[Agent]:
+        """Agents of an ended session of which a request still runs. O(live segments)."""
+        agents = {segment.agent: None for segment in self.segments if segment.is_closing}
+        return [a for a in agents if isinstance(a.lease, Lease) and a.lease.session.session_id == session_id]
 
     def sessions(self) -> list[Session]:
         """All live sessions."""
@@ -587,7 +593,7 @@ class Lifecycle:
     def _remember_end(self, session: Session, sent_at_s: float | None, now: float) -> None:
         if session.session_id is None:
             return
-        self._ended[session.session_id] = _Ended(session.generation, sent_at_s, now)
+        self._ended[session.session_id] = EndedSession(session.generation, sent_at_s, now, session.last_boundary)
         self._ended.move_to_end(session.session_id)
         if len(self._ended) > MAX_ENDED_SESSIONS:
             self._ended.popitem(last=False)

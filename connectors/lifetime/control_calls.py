@@ -14,7 +14,7 @@ from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import Boundary, BoundaryKind, Outcome, OutcomeStatus
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.lifecycle import MAX_REMEMBERED_MESSAGES, Session
-from vllm_lifetime.policy.retention import DEFAULT_PRIORITY
+from vllm_lifetime.policy.retention import DEFAULT_PRIORITY, Retention
 from vllm_lifetime.pool.access import TIER_NAMES
 from vllm_lifetime.pool.runs import DEMOTED_RANK
 from vllm_lifetime.segments import Segment
@@ -59,6 +59,8 @@ class ControlCalls:
         """
         if method not in self._calls:
             raise ValueError(f"the lifetime connector has no call {method!r}")
+        # An idle engine takes no step in which it would be noticed that a time is over.
+        self._scheduler.expire()
         return self._calls[method](payload)
 
     # ------------------------------------------------------------------ boundaries and hints
@@ -80,6 +82,8 @@ class ControlCalls:
         event = Boundary(
             message_id=payload["message_id"], kind=BoundaryKind.SESSION_END, session_id=payload["session_id"]
         )
+        agents = self._lifecycle.find_agents(payload["session_id"], None, None)
+        self._drop_wishes([segment for agent in agents for segment in agent.segments])
         return {"outcome": self._apply(event).model_dump(mode="json")}
 
     def _apply_hints(self, payload: dict[str, Any]) -> Answer:
@@ -121,16 +125,31 @@ class ControlCalls:
         return {"status": "rejected", "reason": f"this server does not do {action_type}"}
 
     def _release_segments(self, agents: list[Agent], segments: list[Segment], *, whole: bool) -> Answer:
+        self._drop_wishes(segments)
         close = self._lifecycle.end_agents(agents) if whole else self._lifecycle.close_segments(segments)
         blocks, num_waiting = close
         self._scheduler.note_retired(blocks)
         reason = f"{num_waiting} segments wait for a running request" if num_waiting else None
         return {"status": "deferred" if num_waiting else "accepted", "reason": reason, "blocks": blocks}
 
+    def _drop_wishes(self, segments: list[Segment]) -> int:
+        """What nobody but `segments` reads is not kept by wish any more. Returns the blocks that no wish keeps now."""
+        mine = set(segments)
+        blocks = 0
+        for run in {run for segment in mine for run in segment.runs}:
+            wishes = [reader for reader in run.readers if isinstance(reader, Retention)]
+            if wishes and all(reader in mine or isinstance(reader, Retention) for reader in run.readers):
+                for wish in wishes:
+                    run.remove_reader(wish)
+                blocks += sum(run.num_blocks)
+        return blocks
+
     def _retain(self, segments: list[Segment], target: dict[str, Any]) -> Answer:
         retentions = self._scheduler.retentions
         if retentions is None:
             return {"status": "rejected", "reason": "this engine's block pool is not ours"}
+        if target["ttl_s"] == 0:
+            return {"status": "accepted", "reason": "wishes taken back", "blocks": self._drop_wishes(segments)}
         retention = retentions.new(segments[0].workflow_id, target.get("priority", DEFAULT_PRIORITY))
         runs = {run for segment in segments for run in segment.runs}
         blocks, is_whole = retentions.retain(retention, runs, target["ttl_s"], time.monotonic())
@@ -221,27 +240,29 @@ class ControlCalls:
         session = self._lifecycle.find_session(session_id)
         if session is not None:
             return {"session": self._describe(session, with_segments=True)}
-        generation = self._lifecycle.ended_generation(session_id)
-        if generation is None:
+        ended = self._lifecycle.find_ended(session_id)
+        if ended is None:
             return {"session": None}
+        now = time.monotonic()
+        # What its boundary waits for.
+        agents = self._lifecycle.closing_agents(session_id)
         return {
             "session": {
                 "session_id": session_id,
                 "workflow_ids": [],
                 "state": "ended",
-                "generation": generation,
-                "running_requests": 0,
-                "idle_s": 0.0,
-                "held": self._held([]),
-                "last_boundary": None,
-                "agents": [],
+                "generation": ended.generation,
+                "running_requests": sum(agent.num_requests for agent in agents),
+                "idle_s": 0.0 if agents else round(now - ended.at, 3),
+                "held": self._held([segment for agent in agents for segment in agent.segments]),
+                "last_boundary": _describe_boundary(ended.last_boundary, ended.at, now),
+                "agents": [self._describe_agent(agent, now) for agent in agents],
             }
         }
 
     def _describe(self, session: Session, *, with_segments: bool) -> Answer:
         now = time.monotonic()
         agents = session.agents
-        last = session.last_boundary
         view: Answer = {
             "session_id": session.session_id,
             "workflow_ids": list(session.leases),
@@ -250,7 +271,7 @@ class ControlCalls:
             "running_requests": sum(agent.num_requests for agent in agents),
             "idle_s": round(now - max([session.last_active, *(agent.last_active for agent in agents)]), 3),
             "held": self._held([segment for agent in agents for segment in agent.segments]),
-            "last_boundary": None if last is None else {"kind": last.value, "age_s": round(now - session.last_boundary_at, 3)},
+            "last_boundary": _describe_boundary(session.last_boundary, session.last_boundary_at, now),
         }
         if with_segments:
             view["agents"] = [self._describe_agent(agent, now) for agent in agents]
@@ -291,6 +312,10 @@ class ControlCalls:
             "blocks": dict(zip(TIER_NAMES, blocks, strict=True)),
             "private_blocks": dict(zip(TIER_NAMES, private, strict=True)),
         }
+
+
+def _describe_boundary(kind: BoundaryKind | None, at: float, now: float) -> Answer | None:
+    return None if kind is None else {"kind": kind.value, "age_s": round(now - at, 3)}
 
 
 def _session_name(session: Session) -> str:

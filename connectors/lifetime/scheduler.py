@@ -397,9 +397,7 @@ class LifetimeScheduler:
         """This step's orders for the workers."""
         self._wants_step = False
         now = time.monotonic()
-        self.note_retired(self.lifecycle.expire())
-        if self.retentions is not None:
-            self.note_retired(self.retentions.expire(now))
+        self.expire()
         num_tokens = scheduler_output.total_num_scheduled_tokens
         self._step += 1
         if num_tokens:
@@ -497,6 +495,12 @@ class LifetimeScheduler:
     def note_retired(self, num_blocks: int) -> None:
         """Blocks have been retired by a boundary, by what a request showed, or by time."""
         self.recorder.count(stats.RETIRED_BLOCKS, by=num_blocks)
+
+    def expire(self) -> None:
+        """End what has been kept, or waited for, long enough. O(1) if there is nothing."""
+        self.note_retired(self.lifecycle.expire())
+        if self.retentions is not None:
+            self.note_retired(self.retentions.expire(time.monotonic()))
 
     def set_rank(self, run: Run, rank: Rank) -> None:
         """Rank a run in every tier."""

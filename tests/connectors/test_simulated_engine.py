@@ -484,7 +484,18 @@ def test_a_request_that_wished_it_is_retired_at_once(make_engine: Callable[..., 
     assert hint("kv.release", "h2", session_id="two")["status"] == "missing"
     retained = hint("kv.retain", "h3", session_id="three", ttl_s=60, priority=90)
     assert (retained["status"], retained["blocks"]) == ("accepted", 10)
+    assert hint("kv.retain", "h31", session_id="three", ttl_s=0) | {"action_id": "a"} == {
+        "action_id": "a",
+        "status": "accepted",
+        "reason": "wishes taken back",
+        "blocks": 10,
+        "bytes": retained["bytes"],
+    }
+    assert hint("kv.retain", "h32", session_id="three", ttl_s=60, priority=90)["blocks"] == 10
     assert engine.boundary("session_end", "m2", session_id="three")["blocks"] == 0
+    serve(engine, "six", prompt(6, 64), session_id="six", max_tokens=1)
+    assert hint("kv.retain", "h33", session_id="six", ttl_s=60)["blocks"] == 4
+    assert answer_of(engine, "release", session_id="six", message_id="d")["outcome"]["blocks"] == 4
     serve(engine, "four", prompt(4, 160), session_id="four", max_tokens=1)
     serve(engine, "five", prompt(5, 160), session_id="five", max_tokens=1)
     assert hint("kv.demote", "h4", session_id="five")["blocks"] == 10

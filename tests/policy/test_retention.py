@@ -64,10 +64,16 @@ def test_priority_does_not_order_the_kept(tiers: Tiers) -> None:
 def test_wishes_pin_the_whole_pool(tiers: Tiers) -> None:
     """At most half of all blocks: what is beyond is not kept, and the answer says so."""
     table = table_of(tiers)
-    kept = [table.retain(table.new(f"w{i}"), read(tiers, i, 6)[1], ttl_s=10, now=0) for i in range(5)]
+    readers = [read(tiers, i, 6) for i in range(5)]
+    kept = [table.retain(table.new(f"w{i}"), runs, ttl_s=10, now=0) for i, (_, runs) in enumerate(readers)]
     assert [blocks for blocks, _ in kept] == [6, 6, 6, 0, 0]
     assert [whole for _, whole in kept] == [True, True, True, False, False]
     assert table.num_blocks == 18 and len(table) == 3
+    for run in readers[0][1]:
+        for reader in list(run.readers):
+            run.remove_reader(reader)
+    assert table.retain(table.new("w4"), readers[4][1], ttl_s=10, now=0.5) == (0, False), "counted a moment ago"
+    assert table.retain(table.new("w4"), readers[4][1], ttl_s=10, now=2) == (6, True), "another one's were released"
 
 
 def test_wishes_pile_up(tiers: Tiers) -> None:
@@ -91,8 +97,9 @@ def test_a_renewed_wish_ends_at_its_first_time(tiers: Tiers) -> None:
     table.retain(wish, runs, ttl_s=10, now=5)
     table.retain(wish, runs, ttl_s=1, now=6)
     tiers.table.end(reader)
+    assert len(table._heap) == 1, "one entry, however often it is renewed"
     assert table.expire(14) == 0
-    assert table.expire(15) == 3
+    assert table.expire(15) == 3 and not table._heap
 
 
 def test_retired_blocks_cannot_be_kept(tiers: Tiers) -> None:

@@ -26,17 +26,19 @@ MAX_RETAINED_SHARE = 0.5
 MAX_RETENTIONS = 4096
 """Most wishes at a time."""
 
+RECOUNT_S = 1.0
+"""How often, at most, it is counted again what is really kept, before a wish is refused."""
+
 
 class Retention(Reader):
     """One wish. `expires_at` is in seconds of the caller's monotonic clock."""
 
-    __slots__ = ("expires_at", "num_blocks", "rank")
+    __slots__ = ("expires_at", "rank")
 
     def __init__(self, workflow_id: str, rank: Rank) -> None:
         super().__init__(workflow_id)
         self.rank = rank
         self.expires_at = 0.0
-        self.num_blocks = 0
 
 
 class RetentionTable:
@@ -46,17 +48,18 @@ class RetentionTable:
         self._access = access
         self._limit = int(capacity_blocks * MAX_RETAINED_SHARE)
         self._num_blocks = 0
-        self._num_live = 0
+        self._counted_at = float("-inf")
+        self._live: set[Retention] = set()
         self._heap: list[tuple[float, int, Retention]] = []
         self._order = itertools.count()
 
     def __len__(self) -> int:
         """Wishes whose time is not over."""
-        return self._num_live
+        return len(self._live)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that were covered when the wishes came, all tiers."""
+        """Blocks kept, all tiers; at most those that were when last counted, and those covered since."""
         return self._num_blocks
 
     def new(self, workflow_id: str, priority: int = DEFAULT_PRIORITY) -> Retention:
@@ -75,8 +78,8 @@ class RetentionTable:
 
         Returns the blocks newly covered, and whether all were: beyond the caps nothing is. O(log wishes) and O(1) per run.
         """
-        is_new = not retention.runs and retention.num_blocks == 0
-        if is_new and self._num_live >= MAX_RETENTIONS:
+        is_new = retention not in self._live
+        if is_new and len(self._live) >= MAX_RETENTIONS:
             return 0, False
         covered = 0
         is_whole = True
@@ -84,36 +87,45 @@ class RetentionTable:
             if retention in run.readers:
                 continue
             size = sum(run.num_blocks)
-            if self._num_blocks + size > self._limit:
+            if self._num_blocks + size > self._limit and not self._recount(size, now):
                 is_whole = False
                 continue
             run.add_reader(retention)
             if run.is_retired or retention.rank > run.rank:
                 self._access.set_rank(run, retention.rank)
             self._num_blocks += size
-            retention.num_blocks += size
             covered += size
         if covered or not is_new:
+            retention.expires_at = max(retention.expires_at, now + ttl_s)
             if is_new:
-                self._num_live += 1
-            expires_at = max(retention.expires_at, now + ttl_s)
-            if expires_at > retention.expires_at:
-                retention.expires_at = expires_at
-                heapq.heappush(self._heap, (expires_at, next(self._order), retention))
+                # Once: a wish that has been prolonged by then is put back, see `expire`.
+                self._live.add(retention)
+                heapq.heappush(self._heap, (retention.expires_at, next(self._order), retention))
         return covered, is_whole
 
     def expire(self, now: float) -> int:
         """End the wishes whose time is over. Returns the blocks retired. O(1) if there are none."""
         retired = 0
         while self._heap and self._heap[0][0] <= now:
-            expires_at, _, retention = heapq.heappop(self._heap)
-            if expires_at < retention.expires_at:
-                continue  # it was prolonged
+            _, _, retention = heapq.heappop(self._heap)
+            if retention.expires_at > now:
+                heapq.heappush(self._heap, (retention.expires_at, next(self._order), retention))
+                continue
             if retention.rank is not ACTIVE_RANK:
                 for run in retention.runs:
                     if run.rank == retention.rank:
                         self._access.set_rank(run, ACTIVE_RANK)
+            self._num_blocks -= sum(sum(run.num_blocks) for run in retention.runs)
             retired += sum(self._access.end(retention))
-            self._num_blocks -= retention.num_blocks
-            self._num_live -= 1
+            self._live.discard(retention)
+        self._num_blocks = max(0, self._num_blocks) if self._live else 0
         return retired
+
+    def _recount(self, size: int, now: float) -> bool:
+        """Whether there is room for `size` blocks after all: what was covered may be evicted or released. O(runs kept)."""
+        if now - self._counted_at < RECOUNT_S:
+            return False
+        self._counted_at = now
+        runs = {run for retention in self._live for run in retention.runs}
+        self._num_blocks = sum(sum(run.num_blocks) for run in runs)
+        return self._num_blocks + size <= self._limit
