@@ -99,7 +99,9 @@ def _register_connector() -> None:
 def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
     """Mount the control API on vLLM's `app`, and let its requests name themselves."""
     from vllm_lifetime.boundaries import METADATA_KEY
-    from vllm_lifetime.control import ControlService, ControlSettings, build_router
+    from vllm_lifetime.control import ControlService, ControlSettings, build_router, direct
+    from vllm_lifetime.control.auth import Guard
+    from vllm_lifetime.control.routes import BOUNDARIES_PATH
 
     try:
         request_naming.install(app.state, METADATA_KEY)
@@ -108,6 +110,8 @@ def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
     settings = ControlSettings.from_environment(_api_keys(app))
     service = ControlService(engines, settings=settings)
     app.include_router(build_router(lambda: service, settings))
+    direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES_PATH)
+    direct.quiet_access_log(BOUNDARIES_PATH)
 
 
 def _api_keys(app: FastAPI) -> list[str]:

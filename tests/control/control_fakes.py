@@ -16,9 +16,14 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from vllm_lifetime.control import ControlService, ControlSettings, build_router
+from vllm_lifetime.control import ControlService, ControlSettings, build_router, direct
+from vllm_lifetime.control.auth import Guard
+from vllm_lifetime.control.routes import BOUNDARIES_PATH
 
 API = "/lifetime/v1"
+is_direct = False
+"""Whether the apps of `build_app` answer boundaries before their middlewares, as on vLLM's app. The fixture `way` sets it."""
+
 TURN_END = {"message_id": "m1", "kind": "turn_end", "session_id": "s1"}
 
 
@@ -142,6 +147,8 @@ def build_app(engines: Any, timeout_s: float = 5.0, settings: ControlSettings | 
     service = ControlService(engines, timeout_s, settings=settings, **options)
     app = FastAPI()
     app.include_router(build_router(lambda: service, settings))
+    if is_direct:
+        direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES_PATH)
     return app
 
 
@@ -166,7 +173,7 @@ def serve(app: FastAPI, *, unix_socket: Path | None = None, **options: Any) -> I
     else:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(unix_socket))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, **options)
+    config = uvicorn.Config(app, **{"log_level": "warning", "access_log": False} | options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

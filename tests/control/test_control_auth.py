@@ -10,6 +10,8 @@ from vllm_lifetime.control import ControlSettings
 from vllm_lifetime.control.auth import is_same_origin, is_this_machine
 from vllm_lifetime.control.settings import TOKEN_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("way")
+
 TIERS = f"{API}/tiers"
 WITH_TOKENS = ControlSettings(tokens=("first", "sécond"))
 

@@ -37,10 +37,10 @@ class Recorder:
         return [2 * item for item in items]
 
 
-def run(test: Callable[[Recorder, Batcher[int, int]], Awaitable[Any]]) -> Any:
+def run(test: Callable[[Recorder, Batcher[int, int]], Awaitable[Any]], timeout_s: float = 60.0) -> Any:
     async def main() -> Any:
         recorder = Recorder()
-        return await test(recorder, Batcher(recorder, max_batch=10, max_waiting=60))
+        return await test(recorder, Batcher(recorder, max_batch=10, max_waiting=60, timeout_s=timeout_s))
 
     return asyncio.run(asyncio.wait_for(main(), 10))
 
@@ -172,3 +172,25 @@ def test_the_service_bounds_what_waits() -> None:
         assert MAX_WAITING_EVENTS >= 10 * MAX_BATCH
 
     asyncio.run(main())
+
+
+def test_each_request_has_its_own_deadline_whether_sent_or_waiting() -> None:
+    async def test(recorder: Recorder, batcher: Batcher[int, int]) -> None:
+        (sent,) = await start(batcher, [1])
+        (waiting,) = await start(batcher, [2])
+        await asyncio.sleep(0.3)
+        (late,) = await start(batcher, [3])
+        await asyncio.wait([sent, waiting])
+        assert not late.done()
+        recorder.gate.set()
+        assert await late == [6]
+        results = await asyncio.gather(sent, waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [TimeoutError, TimeoutError]
+        # What was given up on is sent all the same, and a later request has a deadline again.
+        assert recorder.batches == [[1], [2, 3]]
+        recorder.gate.clear()
+        (again,) = await start(batcher, [4])
+        with pytest.raises(TimeoutError):
+            await again
+
+    run(test, timeout_s=0.6)

@@ -16,6 +16,8 @@ from vllm_lifetime.control import ControlSettings
 from vllm_lifetime.control.routes import MAX_BODY_BYTES, MAX_ERRORS, MAX_PAGE
 from vllm_lifetime.hints import MAX_ACTIONS
 
+pytestmark = pytest.mark.usefixtures("way")
+
 BOUNDARIES = f"{API}/boundaries"
 HINTS = f"{API}/hints"
 SESSIONS = f"{API}/sessions"

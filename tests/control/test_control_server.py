@@ -18,6 +18,8 @@ from control_fakes import API, TURN_END, FakeEngines, build_app, serve, session_
 
 from vllm_lifetime.control import ControlSettings
 
+pytestmark = pytest.mark.usefixtures("way")
+
 BOUNDARIES = f"{API}/boundaries"
 
 

@@ -9,6 +9,11 @@ import shutil
 import tempfile
 from typing import Any
 
+import pytest
+
+# First of all: what follows must not change the environment of other frameworks' tests.
+pytest.importorskip("crewai", reason="needs requirements/harness-crewai.txt")
+
 os.environ["CREWAI_STORAGE_DIR"] = os.path.join(tempfile.gettempdir(), f"crewai-{os.getpid()}")  # made when written to
 os.environ.update(
     CREWAI_DISABLE_TELEMETRY="true",

@@ -222,6 +222,8 @@ def test_nothing_is_left_behind(server: FakeLifetimeServer, recwarn: pytest.Warn
         await asyncio.sleep(0)
         return [task.get_name() for task in asyncio.all_tasks()]
 
+    gc.collect()  # what other tests left behind
+    recwarn.clear()
     assert "vllm-lifetime" not in asyncio.run(main())
     gc.collect()
     assert [str(warning.message) for warning in recwarn if issubclass(warning.category, ResourceWarning)] == []

@@ -475,6 +475,21 @@ def expected_of_one(each: Span, above: list[Span]) -> tuple[str, str | None, str
     return ("turn_end", session, name_of(each) if names else None) if session else None
 
 
+def test_the_second_agent_below_a_silent_span_misses_the_session_above_it() -> None:
+    """The first one's way up is remembered only as far as the next span that says something."""
+    trace, agent = b"\0" * 15 + b"\1", {"gen_ai.operation.name": "invoke_agent"}
+
+    def make(number: int, parent: int, attributes: dict[str, str]) -> Span:
+        parent_id = parent.to_bytes(8, "big") if parent else b""
+        return Span(trace, number.to_bytes(8, "big"), parent_id, number * 10**9, attributes, {}, ())
+
+    table = SpanTable(Clock())
+    table.ingest([make(1, 0, {"gen_ai.conversation.id": "s1"}), make(2, 1, {})])
+    for number in (3, 4):
+        [event] = table.ingest([make(number, 2, agent)]).boundaries
+        assert (event.kind, event.session_id) == ("turn_end", "s1")
+
+
 @settings(max_examples=400, deadline=None)
 @given(traces(), st.randoms(use_true_random=False))
 def test_any_order_any_batches_and_any_retries_give_the_same_boundaries(spans: list[Span], random: random.Random) -> None:

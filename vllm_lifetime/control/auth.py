@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
+from starlette.types import Scope
 
 from vllm_lifetime.control.errors import ForeignOrigin, Unauthorized
 from vllm_lifetime.control.settings import TOKEN_VARIABLE, ControlSettings
@@ -49,10 +50,14 @@ class Guard(SecurityBase):
 
     async def __call__(self, request: Request) -> None:
         """Raise `Unauthorized` or `ForeignOrigin` unless the request may pass."""
+        self.check(request.scope)
+
+    def check(self, scope: Scope) -> None:
+        """Raise as a call does. `scope` is the request's ASGI scope."""
         authorization = origin = b""
         host: bytes | None = None
         forwarded = False
-        for name, value in request.scope["headers"]:
+        for name, value in scope["headers"]:
             if name == b"authorization":
                 authorization = value
             elif name == b"origin":
@@ -65,7 +70,7 @@ class Guard(SecurityBase):
             raise ForeignOrigin("A page of another origin may not use this.")
         if self._digests:
             self._check_token(authorization)
-        elif forwarded or not is_this_machine(request.scope.get("client"), request.scope.get("server")):
+        elif forwarded or not is_this_machine(scope.get("client"), scope.get("server")):
             raise Unauthorized(f"Without a token only clients of this machine are served: {_HOW_TO}.")
         elif host and not _is_local_name(host.decode("latin-1")):
             raise Unauthorized(f"Without a token this is served as localhost or by address, not by that name: or {_HOW_TO}.")

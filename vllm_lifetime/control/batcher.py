@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from vllm_lifetime.control.errors import ControlError, EngineUnavailable
@@ -30,6 +31,8 @@ class _Waiting(NamedTuple, Generic[Item, Result]):
 
     items: list[Item]
     results: asyncio.Future[list[Result]]
+    deadline_s: float
+    """On the event loop's clock."""
 
 
 class Batcher(Generic[Item, Result]):
@@ -38,19 +41,24 @@ class Batcher(Generic[Item, Result]):
     A request that is given up on changes nothing for others; its items are sent all the same.
     """
 
-    def __init__(self, send: Callable[[list[Item]], Awaitable[list[Result]]], *, max_batch: int, max_waiting: int) -> None:
-        """At most `max_batch` items go in one call; at most `max_waiting` wait for theirs."""
+    def __init__(
+        self, send: Callable[[list[Item]], Awaitable[list[Result]]], *, max_batch: int, max_waiting: int, timeout_s: float
+    ) -> None:
+        """At most `max_batch` items go in one call; at most `max_waiting` wait for theirs, and none longer than `timeout_s`."""
         self._send = send
         self._max_batch = max_batch
         self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
         self._waiting: deque[_Waiting[Item, Result]] = deque()
+        self._sent: list[_Waiting[Item, Result]] = []
         self._num_waiting = 0
         self._sender: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def submit(self, items: list[Item]) -> list[Result]:
         """Return the result of each item, in order.
 
-        Raises `EngineUnavailable` when too many items wait already, and what `send` raises.
+        Raises `EngineUnavailable` when too many items wait already, `TimeoutError`, and what `send` raises.
         """
         if self._num_waiting and self._num_waiting + len(items) > self._max_waiting:
             raise EngineUnavailable(f"The engines do not keep up: {self._num_waiting} events wait for them already.")
@@ -61,13 +69,29 @@ class Batcher(Generic[Item, Result]):
         return [result for part in parts for result in part]
 
     def _enqueue(self, items: list[Item]) -> asyncio.Future[list[Result]]:
-        results: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(items, results))
+        loop = asyncio.get_running_loop()
+        waiting: _Waiting[Item, Result] = _Waiting(items, loop.create_future(), loop.time() + self._timeout_s)
+        self._waiting.append(waiting)
         self._num_waiting += len(items)
         if self._sender is None or self._sender.done():
             # A task of its own, so that it outlives the request that came first.
             self._sender = asyncio.create_task(self._send_waiting(), name="lifetime-boundaries")
-        return results
+        if self._timer is None:
+            self._timer = loop.call_at(waiting.deadline_s, self._expire)
+        return waiting.results
+
+    def _expire(self) -> None:
+        """Give up on what is over its deadline, and wake up at the next. One timer for all: each costs as much as an event."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        self._timer = None
+        for waiting in chain(self._sent, self._waiting):  # in the order of their deadlines
+            if waiting.results.done():
+                continue
+            if waiting.deadline_s > now_s:
+                self._timer = loop.call_at(waiting.deadline_s, self._expire)
+                return
+            waiting.results.set_exception(TimeoutError())
 
     def _take(self) -> list[_Waiting[Item, Result]]:
         """Take what goes in the next call off the queue."""
@@ -80,23 +104,32 @@ class Batcher(Generic[Item, Result]):
         return batch
 
     async def _send_waiting(self) -> None:
-        while self._waiting:
-            batch = self._take()
-            try:
-                results = await self._send([item for waiting in batch for item in waiting.items])
-            except Exception as error:
-                if not isinstance(error, ControlError):
-                    logger.exception("Sending %d requests failed", len(batch))
-                for waiting in batch:
-                    if not waiting.results.done():
-                        waiting.results.set_exception(_copy(error))
-                continue
-            start = 0
+        try:
+            while self._waiting:
+                self._sent = self._take()
+                await self._send_batch(self._sent)
+        finally:
+            self._sent = []
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    async def _send_batch(self, batch: list[_Waiting[Item, Result]]) -> None:
+        try:
+            results = await self._send([item for waiting in batch for item in waiting.items])
+        except Exception as error:
+            if not isinstance(error, ControlError):
+                logger.exception("Sending %d requests failed", len(batch))
             for waiting in batch:
-                end = start + len(waiting.items)
                 if not waiting.results.done():
-                    waiting.results.set_result(results[start:end])
-                start = end
+                    waiting.results.set_exception(_copy(error))
+            return
+        start = 0
+        for waiting in batch:
+            end = start + len(waiting.items)
+            if not waiting.results.done():
+                waiting.results.set_result(results[start:end])
+            start = end
 
 
 def _copy(error: Exception) -> ControlError:

@@ -59,6 +59,9 @@ def _shorten(event: Boundary) -> Boundary:
     spawn = event.spawn
     if spawn is None:
         return event
+    texts = (spawn.instruction or "", spawn.context or "")
+    if len(spawn.tools) <= MAX_TOOLS and max(map(len, texts)) <= MAX_TEXT_LENGTH:
+        return event
     shorter = {"instruction": _cut(spawn.instruction), "context": _cut(spawn.context), "tools": spawn.tools[:MAX_TOOLS]}
     return event.model_copy(update={"spawn": spawn.model_copy(update=shorter)})
 

@@ -14,13 +14,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from starlette.convertors import Convertor, register_url_convertor
 
 from vllm_lifetime.boundaries import MAX_BATCH, MAX_ID_LENGTH, Boundary
 from vllm_lifetime.control import claude_code, dashboard, otlp
 from vllm_lifetime.control.auth import Guard
 from vllm_lifetime.control.body import MAX_BODY_BYTES, parse_json, read_body, validate_body
+from vllm_lifetime.control.direct import build_endpoint
 from vllm_lifetime.control.errors import MAX_ERRORS, ControlRoute, DirectRoute
 from vllm_lifetime.control.openapi import BOUNDARY_RULE, describe_errors_of, json_body, schema_of
 from vllm_lifetime.control.service import ControlService
@@ -37,15 +38,16 @@ from vllm_lifetime.control.views import (
 )
 from vllm_lifetime.hints import MAX_ACTIONS, KvHintsEnvelope
 
-__all__ = ["MAX_BODY_BYTES", "MAX_ERRORS", "MAX_PAGE", "PREFIX", "build_router", "parse_events"]
+__all__ = ["BOUNDARIES_PATH", "MAX_BODY_BYTES", "MAX_ERRORS", "MAX_PAGE", "PREFIX", "build_router"]
 
 PREFIX = "/lifetime/v1"
+
+BOUNDARIES_PATH = f"{PREFIX}/boundaries"
+"""Path of the route that takes events."""
 
 MAX_PAGE = 500
 """Most sessions, and most events, in one answer."""
 
-_EVENT = TypeAdapter(Boundary)
-_BATCH = TypeAdapter(Annotated[list[Boundary], Field(min_length=1, max_length=MAX_BATCH)])
 _ENVELOPE = TypeAdapter(KvHintsEnvelope)
 
 _EVENT_SCHEMA = {**schema_of(Boundary), **BOUNDARY_RULE}
@@ -112,7 +114,7 @@ def build_router(get_service: Callable[[], ControlService], settings: ControlSet
         dependencies=[Depends(guard)],
         responses=describe_errors_of(401, 403),
     )
-    _add_writes(guarded, get_service)
+    _add_writes(guarded, get_service, guard)
     _add_reads(guarded, get_service)
     guarded.include_router(claude_code.build_router(get_service))
     guarded.include_router(otlp.build_router(get_service))
@@ -135,15 +137,10 @@ def _add_document(guarded: APIRouter, router: APIRouter) -> None:
         return JSONResponse(document)
 
 
-def _add_writes(router: APIRouter, get_service: Callable[[], ControlService]) -> None:
-    async def post_boundaries(request: Request) -> Response:
-        events = parse_events(await read_body(request))
-        outcomes = await get_service().apply_boundaries(events)
-        return _answer(BoundaryOutcomes.model_construct(outcomes=outcomes), HTTPStatus.ACCEPTED)
-
+def _add_writes(router: APIRouter, get_service: Callable[[], ControlService], guard: Guard) -> None:
     router.add_api_route(
         "/boundaries",
-        post_boundaries,
+        build_endpoint(get_service, guard),
         methods=["POST"],
         status_code=HTTPStatus.ACCEPTED,
         summary="Report one boundary, or a list of them",
@@ -231,9 +228,3 @@ def _answer(view: BaseModel, status: int = HTTPStatus.OK) -> Response:
 def _answer_as_given(view: BaseModel) -> Response:
     """Return a view as JSON, with each null that stands in it."""
     return Response(view.model_dump_json(exclude_unset=True, by_alias=True), media_type="application/json")
-
-
-def parse_events(body: bytes) -> list[Boundary]:
-    """Read one event or a list of events. Raises `InvalidBody`, which names the field, unless all are valid."""
-    data = parse_json(body)
-    return validate_body(_BATCH, data) if isinstance(data, list) else [validate_body(_EVENT, data)]

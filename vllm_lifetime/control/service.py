@@ -115,7 +115,9 @@ class ControlService:
         self._health_timeout_s = health_timeout_s
         self._limit = TokenBucket(settings.events_per_s, settings.events_burst)
         self._log = EventLog()
-        self._boundaries = Batcher(self._send_boundaries, max_batch=MAX_BATCH, max_waiting=MAX_WAITING_EVENTS)
+        self._boundaries = Batcher(
+            self._send_boundaries, max_batch=MAX_BATCH, max_waiting=MAX_WAITING_EVENTS, timeout_s=timeout_s
+        )
         # However many look at once, an engine is interrupted by one of them at a time.
         self._reading = asyncio.Semaphore(1)
         self._hinting = asyncio.Semaphore(1)
@@ -134,8 +136,7 @@ class ControlService:
     async def _apply(self, events: list[Boundary]) -> list[Outcome]:
         now_s = time.time()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._boundaries.submit([(now_s, event) for event in events])
+            return await self._boundaries.submit([(now_s, event) for event in events])
         except TimeoutError:
             raise self._too_late(self._timeout_s) from None
 

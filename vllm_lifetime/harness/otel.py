@@ -290,13 +290,19 @@ class SpanTable:
                 # A trace that runs in a circle has no root: it waits for a span that cannot come.
                 above_id = above if above not in passed else b"circle"
                 continue
+            self._pass_over(trace, passed, above_id)
             group = [held for held in group if not self._meet(held, above)]
             if not group:
                 break
             above_id = above.parent_id
-        # Those that say nothing are passed over from now on, so that a long chain of them is walked once.
+        self._pass_over(trace, passed, above_id)
+
+    @staticmethod
+    def _pass_over(trace: _Trace, passed: dict[bytes, None], above_id: bytes) -> None:
+        """Spans that say nothing lead to `above_id` at once from now on, so that a long chain of them is walked once."""
         for span_id in passed:
             trace.spans[span_id] = above_id
+        passed.clear()
 
     @staticmethod
     def _wait(trace: _Trace, group: list[_Held], above_id: bytes) -> None:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /boundaries` at the least cost, for harnesses that post a thousand events a second.
+
+`build_endpoint` makes the one function that answers such a POST, whichever way it came: through the app's router, or by
+`mount`, which puts it before the app's middlewares and its search for a route. Those cost more than the answer itself.
+
+Runs in the API server, on its event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic import Field, TypeAdapter, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_lifetime.boundaries import MAX_BATCH, Boundary, Outcome
+from vllm_lifetime.control.auth import Guard
+from vllm_lifetime.control.body import parse_json, read_body, validate_body
+from vllm_lifetime.control.errors import Handler, answer_errors
+from vllm_lifetime.control.service import ControlService
+
+__all__ = ["DirectBoundaries", "build_endpoint", "mount", "parse_events", "quiet_access_log"]
+
+_EVENT = TypeAdapter(Boundary)
+_BATCH = TypeAdapter(Annotated[list[Boundary], Field(min_length=1, max_length=MAX_BATCH)])
+
+_OUTCOMES = TypeAdapter(list[Outcome])
+
+_NEEDLESS = frozenset(
+    {
+        ("starlette", "CORSMiddleware"),  # the guard refuses what it would allow
+        ("prometheus_fastapi_instrumentator", "PrometheusInstrumentatorMiddleware"),
+        ("vllm", "AuthenticationMiddleware"),  # has no say under our prefix
+        ("vllm", "CohereErrorEnvelopeMiddleware"),
+        ("vllm", "WebSocketMetricsMiddleware"),
+    }
+)
+"""Middlewares, by package and class, that do nothing for our answer. Any other may be there to keep somebody out."""
+
+
+def build_endpoint(get_service: Callable[[], ControlService], guard: Guard) -> Handler:
+    """Return what answers a `POST /boundaries`: check the caller, read the events, apply them. It never raises."""
+
+    async def post_boundaries(request: Request) -> Response:
+        guard.check(request.scope)
+        events = parse_events(await read_body(request))
+        outcomes = await get_service().apply_boundaries(events)
+        # A `BoundaryOutcomes`, written without making one.
+        body = b'{"outcomes":%b}' % _OUTCOMES.dump_json(outcomes, exclude_none=True)
+        return Response(body, HTTPStatus.ACCEPTED, media_type="application/json")
+
+    return answer_errors(post_boundaries, guard)
+
+
+def parse_events(body: bytes) -> list[Boundary]:
+    """Read one event or a list of events. Raises `InvalidBody`, which names the field, unless all are valid."""
+    is_list = body.lstrip()[:1] == b"["
+    try:
+        return _BATCH.validate_json(body) if is_list else [_EVENT.validate_json(body)]
+    except ValidationError:
+        pass  # Read again in two steps, whose errors tell what is no JSON from what is no event.
+    data = parse_json(body)
+    return validate_body(_BATCH, data) if isinstance(data, list) else [validate_body(_EVENT, data)]
+
+
+class DirectBoundaries:
+    """An ASGI app that answers POSTs to one path by `answer`, and passes everything else on to `app`."""
+
+    def __init__(self, app: ASGIApp, answer: ASGIApp, path: str) -> None:
+        """`path` is without the server's `root_path`."""
+        self._app = app
+        self._answer = answer
+        self._path = path
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Answer, or pass on."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path: str = scope["path"]
+            if path.endswith(self._path) and path.removeprefix(scope.get("root_path", "")) == self._path:
+                return self._answer(scope, receive, send)
+        return self._app(scope, receive, send)
+
+
+def mount(app: FastAPI, endpoint: Handler, path: str) -> None:
+    """Answer POSTs to `path` by `endpoint`, before the middlewares of `app` that do nothing for it.
+
+    The others stay before it, each in an instance of its own. The route is still needed: it serves if somebody builds the
+    middlewares anew, and stands in the OpenAPI document.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    guarded: ASGIApp = answer
+    for middleware in reversed(app.user_middleware):
+        owner: Any = middleware.cls
+        name = getattr(owner, "__module__", "").partition(".")[0], getattr(owner, "__name__", "")
+        if name not in _NEEDLESS:
+            guarded = owner(guarded, *middleware.args, **middleware.kwargs)
+    # vLLM has its middlewares built already, so that `add_middleware` would raise; it has not begun to serve.
+    stack = app.middleware_stack if app.middleware_stack is not None else app.build_middleware_stack()
+    app.middleware_stack = DirectBoundaries(stack, guarded, path)
+
+
+def quiet_access_log(path: str) -> None:
+    """Keep successful POSTs to `path` out of uvicorn's access log: a thousand lines a second help nobody."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        # uvicorn: client, method, path with query, HTTP version, status.
+        match record.args:
+            case (_, "POST", str(target), _, int(status)):
+                return status >= HTTPStatus.BAD_REQUEST or not target.partition("?")[0].endswith(path)
+        return True
+
+    logging.getLogger("uvicorn.access").addFilter(is_wanted)
