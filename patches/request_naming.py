@@ -136,7 +136,7 @@ def _name(request: Any, headers: Mapping[str, str], body: Any, endpoint: _Endpoi
     if (has_session or names.session_id or given.get("workflow_id")) and "turn" not in given:
         turns = endpoint.count_turns(request)
         if turns:
-            names.metadata["turn"] = turns
+            names.metadata["counted_turn"] = turns
     added = {name: value for name, value in names.metadata.items() if name not in given}
     if added:
         request.kv_transfer_params = {**params, key: {**given, **added}}

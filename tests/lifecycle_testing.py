@@ -58,7 +58,10 @@ class World:
     def start(self, prompt: Content, answer: Content = (), session: str | None = "s", **metadata: Any) -> Served:
         """A request arrives and hits what is in HBM; nothing is computed yet."""
         reading = self.lifecycle.start_request(session, RequestMetadata.model_validate(metadata), hashes_of(prompt))
-        path = Path(None) if reading is None else Path(reading.prompt, reading.output, len(prompt))
+        boundary = len(prompt)
+        if reading is not None and reading.boundary_blocks is not None:
+            boundary = min(boundary, reading.boundary_blocks)
+        path = Path(None) if reading is None else Path(reading.prompt, reading.output, boundary)
         request = self.tiers.start(path, prompt + answer, max_hit=len(prompt))
         return Served(reading, request, len(prompt))
 

@@ -173,6 +173,37 @@ def test_the_return_of_an_unknown_agent_ends_the_main_agent(world: World) -> Non
     assert not world.retired()
 
 
+def test_a_spawn_that_no_request_names_takes_the_main_conversation(world: World) -> None:
+    """Its requests went to another engine: a new conversation with the main one's top is not the sub-agent's."""
+    world = World(num_hbm=200)
+    world.serve((*SYSTEM, *range(10, 30)), (4,))
+    world.event("subagent_spawn", agent="explorer", agent_id="a1")
+    new = (*SYSTEM, *range(40, 43))
+    world.serve(new, (5,))
+    world.serve((*new, 5, 6, 7, 8), (9,))
+    assert world.event("subagent_return", agent="explorer", agent_id="a1").blocks == 0
+    assert not world.retired()
+
+
+def test_a_spawn_waits_for_its_conversation_for_ever(world: World) -> None:
+    """A minute later a new conversation is somebody else's."""
+    world.serve((*SYSTEM, 3), (4,))
+    world.event("subagent_spawn", agent="explorer", agent_id="a1")
+    world.now += 61
+    world.serve((9, 8), (7,))
+    assert world.event("subagent_return", agent_id="a1").blocks == 0
+
+
+def test_a_spawn_with_an_id_misses_requests_that_name_the_role(world: World) -> None:
+    """The first conversation of that role is the announced sub-agent's."""
+    world.serve((1, 2, 3), (4,))
+    world.event("subagent_spawn", agent="explorer", agent_id="a1")
+    world.serve((9, 8), (7,), agent="explorer")
+    world.serve((9, 8, 7, 6), (5,), agent="explorer")
+    assert "worker" in world.segment_classes()
+    assert world.event("subagent_return", agent="explorer", agent_id="a1").blocks == 5
+
+
 def test_an_event_s_agent_id_misses_requests_that_named_the_role(world: World) -> None:
     """Another instance of the role that has an id is not meant."""
     world.serve((*SYSTEM, 3), agent="coder")
@@ -252,9 +283,49 @@ def test_a_compaction_event_before_the_summary_waits_for_it(world: World) -> Non
     assert world.event("compaction", expected_return_s=0.0).blocks == 0
     world.serve((*SYSTEM, 3, 4, 5, 6), (7,))
     assert not world.retired()
-    world.event("compaction", expected_return_s=0.0)
     world.serve((*SYSTEM, 8), (9,))
     assert (*SYSTEM, 3) in world.retired() and SYSTEM not in world.retired()
+
+
+def test_another_conversation_ends_one_that_is_about_to_be_compacted(world: World) -> None:
+    """Announced, but not summarised yet: a request that shares the top is a side request, as ever."""
+    world.serve((1, *range(10, 30)), (5,))
+    world.event("compaction", expected_return_s=0.0)
+    world.serve((1, 50), (51,))
+    assert not world.retired()
+
+
+def test_pressure_in_mid_turn_loses_the_part_that_survives_it() -> None:
+    """Evicted during a tool call and computed again by a later request of the turn, the prompt is still the base's."""
+    world = World(num_hbm=32, num_host=0, num_flash=0)
+    base = (*SYSTEM, 3, 4, 5, 6)
+    for evictions in (8, 5):
+        world.serve(base, (7,), turn=evictions)
+        world.serve((*base, 7, 8), (9,), turn=evictions)
+        for i in range(evictions):
+            world.serve((60 + i, 1, 2, 3, 4, 5), session=f"o{i}")
+        world.serve((*base, 7, 8, 9, 10), (11,), turn=evictions)
+        world.event("turn_end", turn=evictions)
+        assert base not in world.retired() and base[:3] not in world.retired()
+
+
+def test_two_workers_of_one_role_end_each_other() -> None:
+    """They take turns and have no ids: with the same top they are two conversations."""
+    world = World(num_hbm=200)
+    one, two = (*SYSTEM, *range(10, 20)), (*SYSTEM, 30, 31, 32)
+    for _ in range(3):
+        world.serve(one, (50,), agent="coder")
+        world.serve(two, (60,), agent="coder")
+        assert not world.retired()
+        one, two = (*one, 50, 51), (*two, 60, 61)
+
+
+def test_a_retry_teaches_that_turns_are_stripped(world: World) -> None:
+    """The same prompt again says nothing about what the next turn brings back."""
+    world.serve((*SYSTEM, 3), (4, 5), turn=1)
+    world.serve((*SYSTEM, 3), (4, 5), turn=1)
+    world.serve((*SYSTEM, 3, 4, 5, 6), (7, 8), turn=2)
+    assert world.event("turn_end", turn=2).blocks == 0
 
 
 # ---------------------------------------------------------------------- order, duplicates, loss
@@ -306,6 +377,17 @@ def test_a_late_turn_end_retires_a_reopened_session(world: World) -> None:
     assert world.retired() == {(*SYSTEM, 3, 4)}, "what only the ended generation had read"
     assert world.event("session_end", sent_at_s=99.0).status is IGNORED
     assert world.event("turn_end", sent_at_s=101.0, turn=7, generation=1).blocks == 1
+
+
+def test_a_turn_end_that_is_overtaken_ends_the_next_turn(world: World) -> None:
+    """A background sender is slower than the next request: nothing has been answered in this turn yet."""
+    world.serve((*SYSTEM, 3), (4, 5), turn=1)
+    served = world.start((*SYSTEM, 3, 6), (7, 8), turn=2)
+    world.compute(served)
+    assert world.event("turn_end", sent_at_s=10.0).status is IGNORED
+    world.finish(served)
+    world.serve((*SYSTEM, 3, 6, 7, 8, 9), (10, 11), turn=2)
+    assert world.event("turn_end", sent_at_s=20.0).blocks == 5
 
 
 def test_a_late_subagent_return_ends_the_next_one_of_that_name(world: World) -> None:
@@ -393,6 +475,28 @@ def test_100k_sessions_opened_and_dropped_leave_memory_flat() -> None:
     assert len(lifecycle) <= MAX_IDLE_AGENTS + 16 and lifecycle.num_agents <= MAX_IDLE_AGENTS + 16
     assert len(lifecycle._ended) <= MAX_ENDED_SESSIONS and len(lifecycle._messages) <= MAX_REMEMBERED_MESSAGES
     assert grown < 4000 * records
+
+
+def test_hundreds_of_requests_at_once_are_as_many_conversations() -> None:
+    """While all run, further ones are one crowd; afterwards there is room again."""
+    world = World(num_hbm=1000)
+    served = [world.start((i, 1), (2,), workflow_id="w") for i in range(250)]
+    session = world.lifecycle.find_session("s")
+    assert session is not None and len(session.agents) == MAX_LINES + 1
+    for each in served:
+        world.compute(each)
+        world.finish(each)
+    assert world.event("session_end").blocks == 750
+
+
+def test_agents_that_share_one_prompt_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own blocks are gone, the shared one never goes: the longest silent ones are closed."""
+    monkeypatch.setattr("vllm_lifetime.lifecycle.MAX_AGENTS", 50)
+    world = World(num_hbm=32, num_host=0, num_flash=0)
+    for i in range(200):
+        world.serve((*SYSTEM, i % 100, 1), session=f"s{i}")
+    assert world.lifecycle.num_agents <= 50
+    assert SYSTEM not in world.retired()
 
 
 def test_conversations_of_one_name_are_bounded(world: World) -> None:

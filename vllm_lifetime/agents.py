@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from vllm_lifetime.boundaries import Boundary, RequestMetadata, SegmentClass, Spawn
+from vllm_lifetime.boundaries import Boundary, RequestMetadata, SegmentClass
 from vllm_lifetime.pool.runs import Reader
 from vllm_lifetime.segments import Segment, SegmentTable
 
@@ -50,11 +50,22 @@ class Continuation(Enum):
 class Reading:
     """As which segments one request reads and writes.
 
-    `prompt` reads and writes the prompt's whole blocks, `output` what comes after them. `replaced` are the segments that this
-    request shows to be over; they are closed once it has read its prefix, so that what it shares with them is never retired.
+    `prompt` reads and writes the first `boundary_blocks` blocks (of a block hash each; None: the whole prompt), `output` what
+    comes after them. `replaced` are the segments that this request shows to be over; they are closed once it has read its
+    prefix, so that what it shares with them is never retired.
     """
 
-    __slots__ = ("agent", "cache_ttl_s", "is_running", "output", "prompt", "replaced", "retain_s")
+    __slots__ = (
+        "agent",
+        "begins_turn",
+        "boundary_blocks",
+        "cache_ttl_s",
+        "is_running",
+        "output",
+        "prompt",
+        "replaced",
+        "retain_s",
+    )
 
     def __init__(
         self,
@@ -68,6 +79,8 @@ class Reading:
         self.prompt = prompt
         self.output = output
         self.replaced = replaced
+        self.boundary_blocks: int | None = None
+        self.begins_turn = False
         self.retain_s = metadata.retain_s or 0.0
         self.cache_ttl_s = metadata.cache_ttl_s or 0.0
         self.is_running = True
@@ -118,11 +131,14 @@ class Agent:
     __slots__ = (
         "agent_id",
         "base",
+        "counted_turn",
         "expects_compaction",
         "has_children",
         "history",
+        "is_crowd",
         "is_returned",
         "is_subagent",
+        "is_summarised",
         "keeps_reasoning",
         "last_active",
         "lease",
@@ -134,7 +150,6 @@ class Agent:
         "parent_agent_id",
         "retention",
         "role",
-        "spawn",
         "table",
         "turn",
         "turn_base_blocks",
@@ -165,8 +180,8 @@ class Agent:
         self.is_subagent = parent_agent_id is not None
         self.has_children = False
         self.is_returned = False
-        self.spawn: Spawn | None = None
         self.turn: int | None = None
+        self.counted_turn: int | None = None
         self.num_turns = 0
         self.turn_is_over = False
         self.turn_ended_sent_at_s: float | None = None
@@ -175,6 +190,10 @@ class Agent:
         self.turn_has_segment = False
         self.keeps_reasoning: bool | None = None
         self.expects_compaction = False
+        self.is_summarised = False
+        """Whether its context has been read once more since a compaction was announced."""
+        self.is_crowd = False
+        """Whether it stands for more conversations than are told apart."""
         self.history: array[int] = array("Q")
         self.num_requests = 0
         self.last_active = now
@@ -218,20 +237,40 @@ class Agent:
     def start_request(self, metadata: RequestMetadata, hashes: Sequence[bytes], now: float, memory: TurnMemory) -> Reading:
         """A request of this agent arrives. O(log blocks) and O(new blocks) for the history."""
         if metadata.parent_agent_id is not None and not self.is_subagent:
-            self.become_subagent(metadata.parent_agent_id, None)
+            self.become_subagent(metadata.parent_agent_id)
         self.role = self.role or metadata.agent
         replaced: list[Segment] = []
+        boundary_blocks = None
+        num_turns = self.num_turns
         if metadata.segment_id is not None:
             prompt = output = self._named_segment(metadata.segment_id, metadata.segment_class, now, replaced)
-            self._note_turn(metadata, is_new=metadata.turn is not None and metadata.turn != self.turn)
+            self._note_turn(metadata, is_new=self._has_new_number(metadata))
+        elif self.is_crowd:
+            prompt = output = self.base = self.base if self._is_open(self.base) else self._new_base(now)
         else:
             prompt, output = self._choose_segments(metadata, hashes, now, memory, replaced)
+            if num_turns == self.num_turns:
+                # The part that survives the turn stays the base's, also when it has been evicted and is computed again.
+                boundary_blocks = self.turn_base_blocks
         self.num_requests += 1
         self.last_active = now
         self.table.start_request(prompt)
         if output is not prompt:
             self.table.start_request(output)
-        return Reading(self, prompt, output, replaced, metadata)
+        reading = Reading(self, prompt, output, replaced, metadata)
+        reading.boundary_blocks = boundary_blocks
+        reading.begins_turn = num_turns != self.num_turns
+        return reading
+
+    def _has_new_number(self, metadata: RequestMetadata) -> bool:
+        """Whether the request says, or shows, that it answers another user message than the last one."""
+        if metadata.turn is not None:
+            return metadata.turn != self.turn
+        return metadata.counted_turn is not None and metadata.counted_turn != self.counted_turn
+
+    @staticmethod
+    def _is_open(segment: Segment) -> bool:
+        return segment.is_live and not segment.is_closing
 
     def _choose_segments(
         self,
@@ -242,10 +281,9 @@ class Agent:
         replaced: list[Segment],
     ) -> tuple[Segment, Segment]:
         how, common = self.continuation(hashes)
-        if not self.base.is_live or self.base.is_closing:
+        if not self._is_open(self.base):
             self.base = self._new_base(now)
-        has_new_number = metadata.turn is not None and metadata.turn != self.turn
-        is_new_turn = self.num_turns == 0 or self.turn_is_over or has_new_number
+        is_new_turn = self.num_turns == 0 or self.turn_is_over or self._has_new_number(metadata)
         num_added = len(self.history) - self.turn_base_blocks
         if how is Continuation.REPLACES or (how is Continuation.DROPS_TURN and not self.turn_has_segment):
             # Compaction; or what the turn added is gone, which was taken for the part that stays.
@@ -253,7 +291,8 @@ class Agent:
             is_new_turn = True
         elif how is Continuation.DROPS_TURN:
             is_new_turn = True
-        if is_new_turn and num_added > 1 and how in (Continuation.EXTENDS, Continuation.DROPS_TURN):
+        is_retry = len(hashes) <= self.turn_base_blocks
+        if is_new_turn and num_added > 1 and not is_retry and how in (Continuation.EXTENDS, Continuation.DROPS_TURN):
             # Half: the last answer may be lost alone, to another tokenization of the same text.
             self._learn(2 * (common - self.turn_base_blocks) >= num_added, memory)
         del self.history[common:]
@@ -265,7 +304,10 @@ class Agent:
             self.turn_base_blocks = len(hashes)
             self.turn_has_segment = False
         self._note_turn(metadata, is_new_turn)
-        self.expects_compaction = False
+        if how is not Continuation.EXTENDS:
+            self.expects_compaction = self.is_summarised = False
+        elif self.expects_compaction:
+            self.is_summarised = True
         return self._segments_of_turn(metadata.segment_class, is_new_turn, now, memory)
 
     def _segments_of_turn(
@@ -282,8 +324,7 @@ class Agent:
         keeps = memory.keeps(self.role) if self.keeps_reasoning is None else self.keeps_reasoning
         if self.is_subagent or (keeps and self.turn_segment is None):
             return self.base, self.base
-        laden = self._open_turn_segment(now)
-        return (self.base if is_new_turn else laden), laden
+        return self.base, self._open_turn_segment(now)
 
     def finish_request(self, reading: Reading, hashes: Sequence[bytes], *, is_aborted: bool, now: float) -> int:
         """One of its requests is over. Returns the blocks retired, if a boundary had been waiting for it.
@@ -297,7 +338,7 @@ class Agent:
         if not is_aborted and len(hashes) > len(self.history) and self._ends_with_history(hashes):
             self.history.extend(map(_short, hashes[len(self.history) :]))
         output = reading.output
-        if is_aborted and output is self.turn_segment and reading.prompt is not output and output.num_requests == 1:
+        if is_aborted and reading.begins_turn and output is self.turn_segment and output.num_requests == 1:
             self.turn_segment = None
             self.table.close(output)
         blocks = self.table.finish_request(output)
@@ -320,21 +361,24 @@ class Agent:
     def compact(self, now: float) -> list[Segment]:
         """`compaction`: the segments that are over. The next request opens new ones."""
         over = self._drop_context(now)
+        self.forget_context()
+        return over
+
+    def forget_context(self) -> None:
+        """Nothing of its context is left to compare with: the next request begins a turn."""
         del self.history[:]
         self.turn_base_blocks = 0
         self.turn_is_over = True
-        return over
 
     def end(self) -> list[Segment]:
         """The agent has returned, or its workflow or session is over: all its segments are."""
         self.is_returned = True
         return self.segments
 
-    def become_subagent(self, parent_agent_id: str | None, spawn: Spawn | None) -> None:
+    def become_subagent(self, parent_agent_id: str | None) -> None:
         """A spawn record, or a request's metadata, says that somebody spawned it."""
         self.is_subagent = True
         self.parent_agent_id = parent_agent_id or self.parent_agent_id
-        self.spawn = spawn or self.spawn
         self.base.segment_class = self._base_class()
 
     def become_lead(self) -> None:
@@ -363,6 +407,8 @@ class Agent:
             self.turn_is_over = False
         if metadata.turn is not None:
             self.turn = metadata.turn
+        if metadata.counted_turn is not None:
+            self.counted_turn = metadata.counted_turn
 
     def _open_turn_segment(self, now: float) -> Segment:
         self.turn_has_segment = True

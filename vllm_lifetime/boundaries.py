@@ -180,6 +180,9 @@ class RequestMetadata(BaseModel):
     turn: Count | None = None
     """Number of the user message that the request answers; a new number begins a new turn."""
 
+    counted_turn: Count | None = None
+    """User messages in the prompt, counted by the server: another number begins a new turn, but events do not know it."""
+
     retain_s: Annotated[float, Field(ge=0, le=MAX_RETAIN_S, allow_inf_nan=False)] | None = None
     """Wish to keep what this request reads for so many seconds after it, also when its readers are over."""
 

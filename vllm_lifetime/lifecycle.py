@@ -16,6 +16,7 @@ Scheduler process, one thread, no IO. Memory is bounded: what holds no block and
 agents, ended sessions and message ids for the latest few thousand.
 """
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from vllm_lifetime.segments import Segment, SegmentTable
 
 __all__ = [
     "DEFAULT_LEASE_S",
+    "MAX_AGENTS",
     "MAX_ENDED_SESSIONS",
     "MAX_IDLE_AGENTS",
     "MAX_LINES",
@@ -47,6 +49,12 @@ MAX_ENDED_SESSIONS = 8192
 
 MAX_IDLE_AGENTS = 8192
 """Agents without block and request that are remembered: announced ones, and those whose blocks have been evicted."""
+
+MAX_AGENTS = 10_000
+"""Agents known at a time; the one not heard of for longest is closed for a new one. What many share has one reader for each."""
+
+SPAWN_WAIT_S = 60.0
+"""Seconds for which an announced sub-agent may be recognised in a conversation that names no agent."""
 
 MAX_LINES = 32
 """Conversations told apart under one name of one lease; the one not heard of for longest is closed for a new one."""
@@ -100,15 +108,17 @@ class Session:
 class Lease:
     """One workflow within one session. After its end a new request with the same ids gets a new one."""
 
-    __slots__ = ("lines", "session", "waiting_spawns", "workflow_id")
+    __slots__ = ("lines", "names_agents", "session", "waiting_spawns", "workflow_id")
 
     def __init__(self, workflow_id: str, session: Session) -> None:
         self.workflow_id = workflow_id
         self.session = session
         self.lines: dict[str | None, list[Agent]] = {}
         """By name (`agent_id`, else role, else None): its conversations."""
-        self.waiting_spawns: list[str] = []
-        """Names of announced sub-agents that no request has named yet, oldest first."""
+        self.waiting_spawns: dict[str, float] = {}
+        """When sub-agents were announced that no request has named yet, oldest first."""
+        self.names_agents = False
+        """Whether a request has named its agent."""
 
     def __iter__(self) -> Iterator[Agent]:
         # An announced sub-agent may stand under its own name and among the nameless ones.
@@ -161,8 +171,9 @@ class Lifecycle:
         self.segments = SegmentTable(end_reader, self._on_segment_empty)
         self._block_bytes = block_bytes
         self._lease_s = lease_s
-        self._min_shared_blocks = max(1, min_shared_tokens // hash_tokens)
-        self._min_new_blocks = max(1, min_new_tokens // hash_tokens)
+        self._min_shared_tokens = min_shared_tokens
+        self._min_new_tokens = min_new_tokens
+        self.set_hash_tokens(hash_tokens)
         self._clock = clock
         self._memory = TurnMemory()
         self._sessions: dict[tuple[str | None, str | None], Session] = {}
@@ -173,6 +184,11 @@ class Lifecycle:
         self._messages: OrderedDict[str, Outcome] = OrderedDict()
         self.num_expired = 0
         """Agents closed because their lease ran out."""
+
+    def set_hash_tokens(self, hash_tokens: int) -> None:
+        """Tokens per block hash, once they are known."""
+        self._min_shared_blocks = max(1, self._min_shared_tokens // hash_tokens)
+        self._min_new_blocks = max(1, self._min_new_tokens // hash_tokens)
 
     def __len__(self) -> int:
         """Live sessions, those without a session id included."""
@@ -241,6 +257,15 @@ class Lifecycle:
             blocks += self._close(agent.end(), is_lost=True)[0]
             self._forget(agent)
         return blocks
+
+    def _close_oldest(self) -> bool:
+        """Close the agent not heard of for longest that runs nothing; whether there was one among the first few."""
+        for agent in itertools.islice(self._by_activity, 64):
+            if not agent.num_requests:
+                self._close(agent.end(), is_lost=True)
+                self._forget(agent)
+                return True
+        return False
 
     # ------------------------------------------------------------------ boundaries
 
@@ -337,10 +362,10 @@ class Lifecycle:
         lines = lease.lines.get(name)
         if lines is None:
             agent = self._new_line(lease, name, event.agent, event.agent_id, event.parent_agent_id, now)
-            lease.waiting_spawns.append(name)
+            lease.waiting_spawns[name] = now
             lines = [agent]
         for agent in lines:
-            agent.become_subagent(event.parent_agent_id, event.spawn)
+            agent.become_subagent(event.parent_agent_id)
         self._mark_lead(lease, event.parent_agent_id)
         return Outcome(message_id=event.message_id, status=OutcomeStatus.ACCEPTED)
 
@@ -356,10 +381,12 @@ class Lifecycle:
             return event.turn < agent.turn
         if not _is_after(event.sent_at_s, agent.turn_ended_sent_at_s):
             return True
-        # A session that is back and has not answered anything yet: no turn of this generation can be over.
+        # Nothing has been answered in this turn: the event is about the one before, or about the session before its end.
         lease = agent.lease
         assert isinstance(lease, Lease)
-        return lease.session.generation > 0 and agent.num_turns <= 1 and agent.num_finished_in_turn == 0
+        if agent.num_finished_in_turn:
+            return False
+        return agent.num_turns > 1 or (agent.num_turns == 1 and lease.session.generation > 0)
 
     def _return(self, event: Boundary, session: Session) -> Outcome:
         name = event.agent_id or event.agent
@@ -374,9 +401,12 @@ class Lifecycle:
         agents = self._agents_of(event, session)
         if not agents:
             return _ignored(event, "no agent of that name is here")
+        # Of several conversations under one name it is the latest one's.
+        latest = {agent.name: agent for agent in sorted(agents, key=lambda agent: agent.last_active)}
+        agents = list(latest.values())
         if event.expected_return_s is not None:
             for agent in agents:
-                agent.expects_compaction = True
+                agent.expects_compaction, agent.is_summarised = True, False
             return Outcome(
                 message_id=event.message_id,
                 status=OutcomeStatus.ACCEPTED,
@@ -461,10 +491,11 @@ class Lifecycle:
         if event.agent_id is None:
             return [agent for lease in chosen for agent in lease.find(event.agent)]
         found = [agent for lease in chosen for agent in lease.find(event.agent_id)]
-        if found or event.agent is None:
+        if event.agent is None or any(not agent.is_empty for agent in found):
             return found
         # Its requests may have named the role alone.
-        return [agent for lease in chosen for agent in lease.find(event.agent) if agent.agent_id is None]
+        by_role = [agent for lease in chosen for agent in lease.find(event.agent) if agent.agent_id is None]
+        return found + by_role
 
     # ------------------------------------------------------------------ opening
 
@@ -484,32 +515,66 @@ class Lifecycle:
     def _line_for(self, lease: Lease, metadata: RequestMetadata, hashes: Sequence[bytes], now: float) -> Agent:
         """The conversation that a request goes on with, or a new one."""
         name = metadata.agent_id or metadata.agent
+        lease.names_agents |= name is not None
         lines = lease.lines.get(name, [])
+        longest = 0
         best: Agent | None = None
         best_rank = (-1, -1)
         for agent in lines:
+            if agent.is_crowd:
+                continue
             how, common = agent.continuation(hashes)
-            rank = (1, common) if self._goes_on(agent, how, common, len(hashes)) else (-1, common)
+            longest = max(longest, common)
+            rank = (1, common) if self._goes_on(agent, how, common, len(hashes), metadata) else (-1, common)
             if rank > best_rank:
                 best, best_rank = agent, rank
         if best is not None and best_rank[0] > 0:
-            if name in lease.waiting_spawns:
-                lease.waiting_spawns.remove(name)
+            if name is not None:
+                lease.waiting_spawns.pop(name, None)
             return best
-        if name is None and lines and lease.waiting_spawns:
-            # A sub-agent was announced and this conversation is new: it is the sub-agent's.
-            return self._spawned_line(lease, now)
+        spawned = self._announced(lease, metadata, bool(lines) and longest < self._min_shared_blocks, now)
+        if spawned is not None:
+            lease.lines.setdefault(name, []).append(spawned)
+            return spawned
         if len(lines) >= MAX_LINES:
-            oldest = min((agent for agent in lines if not agent.num_requests), key=lambda a: a.last_active, default=None)
-            if oldest is not None:
-                self.end_agents([oldest])
+            crowd = self._make_room(lease, name, now)
+            if crowd is not None:
+                return crowd
         parent = metadata.parent_agent_id
         agent = self._new_line(lease, name, metadata.agent, metadata.agent_id, parent, now)
         if lines and lines[0].is_subagent and lines[0] is not agent:
-            agent.become_subagent(lines[0].parent_agent_id, lines[0].spawn)
+            agent.become_subagent(lines[0].parent_agent_id)
         return agent
 
-    def _goes_on(self, agent: Agent, how: Continuation, common: int, length: int) -> bool:
+    def _make_room(self, lease: Lease, name: str | None, now: float) -> Agent | None:
+        """Close the conversation that matters least; if all of them run, return the one that stands for all further ones."""
+        lines = lease.lines[name]
+        idle = [agent for agent in lines if not agent.num_requests and not agent.is_crowd]
+        if idle:
+            self.end_agents([min(idle, key=lambda agent: (agent.num_turns > 1, len(agent.history), agent.last_active))])
+            return None
+        if not lines[-1].is_crowd:
+            self._new_line(lease, name, None, None, None, now).is_crowd = True
+        return lease.lines[name][-1]
+
+    def _announced(self, lease: Lease, metadata: RequestMetadata, is_apart: bool, now: float) -> Agent | None:
+        """The sub-agent that events announced and whose requests do not name its id, if this new conversation is its own."""
+        if metadata.agent_id is not None:
+            return None
+        for name, at in list(lease.waiting_spawns.items()):
+            if now - at > SPAWN_WAIT_S:
+                del lease.waiting_spawns[name]
+                continue
+            agent = lease.lines[name][0]
+            is_meant = agent.role == metadata.agent if metadata.agent is not None else is_apart and not lease.names_agents
+            if is_meant and name != metadata.agent:
+                del lease.waiting_spawns[name]
+                return agent
+        return None
+
+    def _goes_on(
+        self, agent: Agent, how: Continuation, common: int, length: int, metadata: RequestMetadata
+    ) -> bool:
         """Whether a prompt of `length` blocks that continues `agent` so is of its conversation, not of one beside it."""
         if how is Continuation.NEW:
             return agent.num_requests == 0
@@ -517,23 +582,25 @@ class Lifecycle:
             return common > 0
         if agent.num_requests:
             return False
-        if agent.name is not None or agent.expects_compaction:
+        if agent.agent_id is not None:
+            return common > 0
+        if how is Continuation.DROPS_TURN and (agent.turn_is_over or metadata.turn not in (None, agent.turn)):
+            return common > 0
+        if agent.is_summarised and common >= min(self._min_shared_blocks, len(agent.history) // 2):
             return common > 0
         if common < self._min_shared_blocks:
             return False
         return how is Continuation.DROPS_TURN or length - common >= self._min_new_blocks
-
-    def _spawned_line(self, lease: Lease, now: float) -> Agent:
-        """The oldest announced sub-agent; its conversation is found among the nameless ones from now on."""
-        agent = lease.lines[lease.waiting_spawns.pop(0)][0]
-        lease.lines.setdefault(None, []).append(agent)
-        return agent
 
     def _new_line(
         self, lease: Lease, name: str | None, role: str | None, agent_id: str | None, parent: str | None, now: float
     ) -> Agent:
         if lease.session.leases.get(lease.workflow_id) is not lease:
             # Ended while making room in it.
+            lease = self._lease_of(lease.session.session_id, lease.workflow_id, now)
+        while len(self._by_activity) >= MAX_AGENTS and self._close_oldest():
+            pass
+        if lease.session.leases.get(lease.workflow_id) is not lease:
             lease = self._lease_of(lease.session.session_id, lease.workflow_id, now)
         agent = Agent(self.segments, lease, lease.workflow_id, name, role, agent_id, parent, now)
         lease.lines.setdefault(name, []).append(agent)
@@ -555,9 +622,7 @@ class Lifecycle:
         if agent not in self._by_activity or not agent.is_empty:
             return
         if len(agent.history):
-            # With no block left there is nothing to be told from it.
-            del agent.history[:]
-            agent.turn_base_blocks = 0
+            agent.forget_context()
         self._idle[agent] = None
         self._idle.move_to_end(agent)
         while len(self._idle) > MAX_IDLE_AGENTS:
@@ -571,14 +636,14 @@ class Lifecycle:
         del self._by_activity[agent]
         lease = agent.lease
         assert isinstance(lease, Lease)
-        for name in {agent.name, None}:
+        for name in {agent.name, agent.role, None}:
             lines = lease.lines.get(name)
             if lines is not None and agent in lines:
                 lines.remove(agent)
                 if not lines:
                     del lease.lines[name]
-                    if name in lease.waiting_spawns:
-                        lease.waiting_spawns.remove(name)
+                    if name is not None:
+                        lease.waiting_spawns.pop(name, None)
         if lease.lines:
             return
         session = lease.session

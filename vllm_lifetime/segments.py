@@ -125,7 +125,7 @@ class SegmentTable:
             others = [other for other in segment.agent.segments if other is not segment]
             for run in segment.runs:
                 if wish in run.readers and not any(other in run.readers for other in others):
-                    run.remove_reader(wish)
+                    wish.leave(run)
         blocks = self._end_reader(segment)
         self.forget_if_empty(segment)
         return blocks

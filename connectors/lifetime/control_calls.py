@@ -29,6 +29,9 @@ Answer = dict[str, Any]
 CLASSES_MAX_AGE_S = 0.5
 """How old the counts by class may be that are shown again: to count them walks every run."""
 
+CLASSES_SHARE = 50
+"""And so many times longer than the count takes, whatever has happened since."""
+
 
 class ControlCalls:
     """The calls of one engine, by name."""
@@ -40,6 +43,8 @@ class ControlCalls:
         self._hints_done: OrderedDict[str, None] = OrderedDict()
         self._classes: dict[str, dict[str, int]] = {}
         self._classes_at = float("-inf")
+        self._classes_due = float("-inf")
+        self._classes_are_old = True
         self._calls: dict[str, Callable[[dict[str, Any]], Answer]] = {
             "boundaries": self._apply_boundaries,
             "health": self._health,
@@ -75,7 +80,7 @@ class ControlCalls:
         self._scheduler.note_retired(outcome.blocks)
         self._scheduler.want_step()
         if outcome.blocks:
-            self._classes_at = float("-inf")  # who has freed something looks next
+            self._classes_are_old = True  # who has freed something looks next
         return outcome
 
     def _release(self, payload: dict[str, Any]) -> Answer:
@@ -140,7 +145,7 @@ class ControlCalls:
             wishes = [reader for reader in run.readers if isinstance(reader, Retention)]
             if wishes and all(reader in mine or isinstance(reader, Retention) for reader in run.readers):
                 for wish in wishes:
-                    run.remove_reader(wish)
+                    wish.leave(run)
                 blocks += sum(run.num_blocks)
         return blocks
 
@@ -219,13 +224,15 @@ class ControlCalls:
     def count_classes(self) -> dict[str, dict[str, int]]:
         """Blocks by tier and class of what live segments read; counted again when the last count is half a second old."""
         now = time.monotonic()
-        if now - self._classes_at > CLASSES_MAX_AGE_S:
+        if now >= self._classes_due and (self._classes_are_old or now - self._classes_at > CLASSES_MAX_AGE_S):
             counts = self._lifecycle.segments.count_classes(len(TIER_NAMES))
             self._classes = {
                 tier: {segment_class.value: count for segment_class, count in by_class.items()}
                 for tier, by_class in zip(TIER_NAMES, counts, strict=True)
             }
-            self._classes_at = now
+            self._classes_at = time.monotonic()
+            self._classes_due = self._classes_at + CLASSES_SHARE * (self._classes_at - now)
+            self._classes_are_old = False
         return self._classes
 
     def _sessions(self, payload: dict[str, Any]) -> Answer:
@@ -296,7 +303,7 @@ class ControlCalls:
             "agent_id": agent.agent_id,
             "parent_agent_id": agent.parent_agent_id,
             "state": "returned" if agent.is_returned else "active",
-            "turn": agent.turn,
+            "turn": agent.turn if agent.turn is not None else agent.counted_turn,
             "running_requests": agent.num_requests,
             "segments": [self._describe_segment(segment, now) for segment in agent.segments],
         }

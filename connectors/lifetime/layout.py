@@ -18,7 +18,8 @@ class KVLayout:
     """One engine's KV block.
 
     Attributes:
-        block_size_tokens: tokens per block.
+        block_size_tokens: tokens per block of the first KV cache group.
+        group_block_sizes_tokens: tokens per block of each group.
         worker_block_bytes: bytes of one block on one worker, over its layers.
         block_bytes: the same over all workers.
         reason_against_offload: why blocks cannot be kept below HBM; None if they can.
@@ -26,6 +27,7 @@ class KVLayout:
     """
 
     block_size_tokens: int
+    group_block_sizes_tokens: tuple[int, ...]
     worker_block_bytes: int
     block_bytes: int
     reason_against_offload: str | None
@@ -39,7 +41,10 @@ class KVLayout:
     def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "KVLayout":
         """Read it off vLLM's configuration; the scheduler's and a worker's give the same answer."""
         groups = kv_cache_config.kv_cache_groups
-        block_size = groups[0].kv_cache_spec.block_size if groups else vllm_config.cache_config.block_size
+        # A block of a decode-context-parallel group holds as many tokens on each of its ranks.
+        context_parallel = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) or 1
+        sizes = [group.kv_cache_spec.block_size * context_parallel for group in groups]
+        block_size = sizes[0] if sizes else vllm_config.cache_config.block_size
         worker_bytes = 0
         for group in groups:
             spec = group.kv_cache_spec
@@ -49,6 +54,7 @@ class KVLayout:
         worker_bytes = max(1, worker_bytes)
         return cls(
             block_size_tokens=block_size,
+            group_block_sizes_tokens=tuple(sizes),
             worker_block_bytes=worker_bytes,
             block_bytes=worker_bytes * vllm_config.parallel_config.world_size,
             reason_against_offload=_reason_against_offload(vllm_config, kv_cache_config),

@@ -15,8 +15,8 @@ class RequestState:
     """What the scheduler side knows of a request, from its arrival to its end."""
 
     reading: Reading | None
-    boundary: int
-    """Blocks before this index are the prompt's."""
+    boundary_tokens: int
+    """Tokens before this one are read and written as the reading's `prompt`."""
     paths: dict[int, Path] = field(default_factory=dict)
     """By KV cache group."""
     num_local_blocks: int | None = None
@@ -30,11 +30,11 @@ class RequestState:
     was_refused: bool = False
     """A load has been refused already: counted once, however often admission is tried."""
 
-    def path(self, group_id: int) -> Path:
-        """The request's path in a KV cache group."""
+    def path(self, group_id: int, block_size: int) -> Path:
+        """The request's path in a KV cache group whose blocks hold `block_size` tokens."""
         path = self.paths.get(group_id)
         if path is None:
             reading = self.reading
-            path = Path(None) if reading is None else Path(reading.prompt, reading.output, self.boundary)
+            path = Path(None) if reading is None else Path(reading.prompt, reading.output, self.boundary_tokens // block_size)
             self.paths[group_id] = path
         return path

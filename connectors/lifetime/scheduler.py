@@ -64,7 +64,7 @@ class LifetimeScheduler:
     def __init__(self, vllm_config: "VllmConfig", layout: KVLayout, options: LifetimeOptions) -> None:
         self.options = options
         self.layout = layout
-        self._block_size = layout.block_size_tokens
+        self._block_size = self._hash_tokens = layout.block_size_tokens
         self._world_size: int = vllm_config.parallel_config.world_size
         self.pool: LifetimeBlockPool | None = None
         self._requests: dict[str, RequestState] = {}
@@ -111,6 +111,8 @@ class LifetimeScheduler:
         """The engine's block pool has been built."""
         self.pool = pool
         pool.listener = self
+        self._hash_tokens = getattr(pool, "hash_block_size", None) or self._block_size
+        self.lifecycle.set_hash_tokens(self._hash_tokens)
         self._bind_access()
 
     def bind_flash(self, reports: Sequence[FlashReport]) -> None:
@@ -180,7 +182,10 @@ class LifetimeScheduler:
             session_id = None
             self.recorder.count(stats.BAD_METADATA)
         reading = self.lifecycle.start_request(session_id, metadata, request.block_hashes)
-        self._requests[request.request_id] = RequestState(reading, request.num_prompt_tokens // self._block_size)
+        boundary_tokens = request.num_prompt_tokens
+        if reading is not None and reading.boundary_blocks is not None:
+            boundary_tokens = min(boundary_tokens, reading.boundary_blocks * self._hash_tokens)
+        self._requests[request.request_id] = RequestState(reading, boundary_tokens)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after vLLM's own hit to load from below. Called at every attempt to admit the request."""
@@ -206,6 +211,14 @@ class LifetimeScheduler:
             return 0, False
         state.plan = plan
         return len(plan) * self._block_size, True
+
+    def _group_block_size(self, group_id: int) -> int:
+        sizes = self.layout.group_block_sizes_tokens
+        return sizes[group_id] if group_id < len(sizes) else self._block_size
+
+    def _has_prompt(self, request: "Request", num_blocks: int) -> bool:
+        """Whether `num_blocks` are all whole blocks of the prompt but the last, which is always computed."""
+        return num_blocks >= request.num_prompt_tokens // self._block_size - 1
 
     def _look_up(self, request: "Request", start: int) -> list[Slot]:
         """Slots of the blocks that follow block `start`, up to the first that is nowhere. The last token is always computed."""
@@ -261,10 +274,11 @@ class LifetimeScheduler:
             self._note_hits("hbm", start)
             if self._access is not None and (state.reading is not None or self._access.has_runs):
                 for group_id, group in enumerate(blocks.blocks):
-                    hit = start if len(blocks.blocks) == 1 else 0
-                    self._access.read(state.path(group_id), group, hit)
+                    block_size = self._group_block_size(group_id)
+                    hit = min(start * self._block_size // block_size, len(group))
+                    self._access.read(state.path(group_id, block_size), group, hit)
                 # Nothing more to load or to find computed: the request has its whole prefix.
-                if state.reading is not None and not num_external_tokens and start >= state.boundary - 1:
+                if state.reading is not None and not num_external_tokens and self._has_prompt(request, start):
                     self.note_retired(self.lifecycle.has_read(state.reading))
             if num_external_tokens > 0:
                 self._queue_load(request, state, blocks.blocks[0], start, plan[: num_external_tokens // self._block_size])
@@ -310,11 +324,12 @@ class LifetimeScheduler:
         if retentions is None or not (reading.retain_s or reading.cache_ttl_s):
             return
         now = time.monotonic()
+        runs = prompt.runs | reading.output.runs
         if reading.retain_s:
-            agent.retention = retentions.renew(agent.retention, prompt.workflow_id, list(prompt.runs), reading.retain_s, now)
+            agent.retention = retentions.renew(agent.retention, prompt.workflow_id, runs, reading.retain_s, now)
         # A boundary that has come meanwhile knows better than the protocol.
         if reading.cache_ttl_s and not prompt.is_closing:
-            agent.wish = retentions.renew(agent.wish, prompt.workflow_id, list(prompt.runs), reading.cache_ttl_s, now)
+            agent.wish = retentions.renew(agent.wish, prompt.workflow_id, runs, reading.cache_ttl_s, now)
 
     # ------------------------------------------------------------------ the pool's calls (hot path)
 
@@ -334,10 +349,10 @@ class LifetimeScheduler:
         access = self._access
         if access is None or state is None or (state.reading is None and not access.has_runs):
             return
-        path = state.path(group_id)
+        path = state.path(group_id, self._group_block_size(group_id))
         access.read(path, blocks, num_cached)
         access.write(path, blocks, num_full)
-        if state.reading is not None and state.reading.replaced and num_full >= state.boundary:
+        if state.reading is not None and state.reading.replaced and self._has_prompt(request, num_full + 1):
             self.note_retired(self.lifecycle.has_read(state.reading))
 
     def on_blocks_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:

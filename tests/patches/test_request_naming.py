@@ -156,7 +156,7 @@ def test_null_is_a_word_too(server: Server) -> None:
 def test_parameters_of_others_stay(server: Server) -> None:
     for ask in server.asks():
         answer = ask(CLAUDE, kv_transfer_params={"remote_port": 7})
-        assert answer.params == {"remote_port": 7, "lifetime": {"turn": 1}}
+        assert answer.params == {"remote_port": 7, "lifetime": {"counted_turn": 1}}
 
 
 @pytest.mark.parametrize("given", ["planner", ["planner"], 3])
@@ -173,9 +173,9 @@ def test_claude_codes_headers_name_session_and_agent(server: Server) -> None:
     for ask in server.asks():
         answer = ask({**CLAUDE, **agent})
         assert answer.session == UUID
-        assert answer.lifetime == {"agent_id": "a1", "parent_agent_id": "a0", "turn": 1}
+        assert answer.lifetime == {"agent_id": "a1", "parent_agent_id": "a0", "counted_turn": 1}
         answer = ask(CLAUDE)
-        assert (answer.session, answer.lifetime) == (UUID, {"turn": 1})
+        assert (answer.session, answer.lifetime) == (UUID, {"counted_turn": 1})
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_claude_codes_headers_name_session_and_agent(server: Server) -> None:
 )
 def test_claude_codes_user_id_names_the_session(user_id: str, server: Server) -> None:
     answer = server.ask_messages(metadata={"user_id": user_id})
-    assert (answer.session, answer.lifetime) == (UUID, {"turn": 1})
+    assert (answer.session, answer.lifetime) == (UUID, {"counted_turn": 1})
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ def test_other_xargs_stay(server: Server) -> None:
 
 def test_codex_names_session_thread_and_parent(server: Server) -> None:
     main = server.ask_responses({"Session-Id": "s", "Thread-Id": "s"})
-    assert (main.session, main.lifetime) == ("s", {"turn": 1})
+    assert (main.session, main.lifetime) == ("s", {"counted_turn": 1})
     child = server.ask_responses({"Session-Id": "s", "Thread-Id": "t1", "X-Codex-Parent-Thread-Id": "s"})
-    assert (child.session, child.lifetime) == ("s", {"agent_id": "t1", "turn": 1})
+    assert (child.session, child.lifetime) == ("s", {"agent_id": "t1", "counted_turn": 1})
     grandchild = server.ask_responses({"Session-Id": "s", "Thread-Id": "t2", "X-Codex-Parent-Thread-Id": "t1"})
-    assert grandchild.lifetime == {"agent_id": "t2", "parent_agent_id": "t1", "turn": 1}
+    assert grandchild.lifetime == {"agent_id": "t2", "parent_agent_id": "t1", "counted_turn": 1}
 
 
 @pytest.mark.parametrize("headers", [{"Session-Id": "a login"}, {"Thread-Id": "a forum's"}])
@@ -280,8 +280,8 @@ CONVERSATION = [
 
 def test_turns_are_the_user_messages_of_a_chat(server: Server) -> None:
     session = {"X-Session-ID": "s"}
-    assert server.ask_chat(session, messages=CONVERSATION).lifetime == {"turn": 2}
-    assert server.ask_chat(session, messages=CONVERSATION[:-1]).lifetime == {"turn": 1}
+    assert server.ask_chat(session, messages=CONVERSATION).lifetime == {"counted_turn": 2}
+    assert server.ask_chat(session, messages=CONVERSATION[:-1]).lifetime == {"counted_turn": 1}
     assert server.ask_chat(session, messages=CONVERSATION[:1]).params is None
     # The content has not been used up by counting.
     assert list(server.ask_chat(session, messages=CONVERSATION).request.messages[-1]["content"]) == CONVERSATION[-1]["content"]
@@ -289,7 +289,7 @@ def test_turns_are_the_user_messages_of_a_chat(server: Server) -> None:
 
 def test_a_workflow_is_enough_for_turns(server: Server) -> None:
     for ask in server.asks():
-        assert ask(**params(workflow_id="w")).lifetime == {"workflow_id": "w", "turn": 1}
+        assert ask(**params(workflow_id="w")).lifetime == {"workflow_id": "w", "counted_turn": 1}
 
 
 def test_tool_results_are_no_turns_of_messages(server: Server) -> None:
@@ -300,9 +300,9 @@ def test_tool_results_are_no_turns_of_messages(server: Server) -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}]},
         {"role": "user", "content": [TOOL_RESULT, {"type": "text", "text": "a reminder of the harness"}]},
     ]
-    assert server.ask_messages(CLAUDE, messages=conversation).lifetime == {"turn": 1}
+    assert server.ask_messages(CLAUDE, messages=conversation).lifetime == {"counted_turn": 1}
     conversation += [{"role": "assistant", "content": "done"}, {"role": "user", "content": "two"}]
-    assert server.ask_messages(CLAUDE, messages=conversation).lifetime == {"turn": 2}
+    assert server.ask_messages(CLAUDE, messages=conversation).lifetime == {"counted_turn": 2}
 
 
 def test_turns_of_responses(server: Server) -> None:
@@ -313,8 +313,8 @@ def test_turns_of_responses(server: Server) -> None:
         {"type": "function_call_output", "call_id": "c", "output": "42"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "two"}]},
     ]
-    assert server.ask_responses(session, input=items).lifetime == {"turn": 2}
-    assert server.ask_responses(session, input=items[:3]).lifetime == {"turn": 1}
+    assert server.ask_responses(session, input=items).lifetime == {"counted_turn": 2}
+    assert server.ask_responses(session, input=items[:3]).lifetime == {"counted_turn": 1}
 
 
 def test_the_end_of_a_conversation_does_not_tell_its_turns(server: Server) -> None:
@@ -367,7 +367,7 @@ def test_what_is_added_is_valid_metadata(server: Server) -> None:
     answer = server.ask_messages({**CLAUDE, "X-Claude-Code-Agent-Id": "a1"}, system=[block(ttl="1h")])
     metadata, problem = parse_request_metadata(answer.params)
     assert problem is None
-    assert metadata.model_dump(exclude_none=True) == {"agent_id": "a1", "turn": 1, "cache_ttl_s": 3600}
+    assert metadata.model_dump(exclude_none=True) == {"agent_id": "a1", "counted_turn": 1, "cache_ttl_s": 3600}
 
 
 # ---------------------------------------------------------------------- costs and failures
@@ -411,7 +411,7 @@ def test_a_call_without_http_is_served(server: Server) -> None:
 
     request = ChatCompletionRequest(model="m", messages=HELLO, session_id="s")
     asyncio.run(server.chat.create_chat_completion(request))
-    assert (server.chat.session, server.chat.lifetime) == ("s", {"turn": 1})
+    assert (server.chat.session, server.chat.lifetime) == ("s", {"counted_turn": 1})
 
 
 # ---------------------------------------------------------------------- installing

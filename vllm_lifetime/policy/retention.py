@@ -33,12 +33,17 @@ RECOUNT_S = 1.0
 class Retention(Reader):
     """One wish. `expires_at` is in seconds of the caller's monotonic clock."""
 
-    __slots__ = ("expires_at", "rank")
+    __slots__ = ("expires_at", "rank", "table")
 
-    def __init__(self, workflow_id: str, rank: Rank) -> None:
+    def __init__(self, table: "RetentionTable", workflow_id: str, rank: Rank) -> None:
         super().__init__(workflow_id)
+        self.table = table
         self.rank = rank
         self.expires_at = 0.0
+
+    def on_last_run_gone(self) -> None:
+        """It covers nothing any more: it is over, whatever its time."""
+        self.table.forget(self)
 
 
 class RetentionTable:
@@ -59,13 +64,18 @@ class RetentionTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks kept, all tiers; at most those that were when last counted, and those covered since."""
+        """At least the blocks kept, all tiers: those when last counted, and those covered since."""
         return self._num_blocks
 
     def new(self, workflow_id: str, priority: int = DEFAULT_PRIORITY) -> Retention:
         """A wish that covers nothing yet."""
         score = (priority - DEFAULT_PRIORITY) / 100
-        return Retention(workflow_id, (1, score, 0.0) if score else ACTIVE_RANK)
+        return Retention(self, workflow_id, (1, score, 0.0) if score else ACTIVE_RANK)
+
+    def forget(self, retention: Retention) -> None:
+        """A wish that covers nothing makes room for others."""
+        retention.is_live = False
+        self._live.discard(retention)
 
     def renew(self, old: Reader | None, workflow_id: str, runs: Iterable[Run], ttl_s: float, now: float) -> Retention:
         """Let `old`, or a new wish if it is over, cover `runs`, too; returns it. As `retain`."""
@@ -108,6 +118,8 @@ class RetentionTable:
         retired = 0
         while self._heap and self._heap[0][0] <= now:
             _, _, retention = heapq.heappop(self._heap)
+            if not retention.is_live:
+                continue
             if retention.expires_at > now:
                 heapq.heappush(self._heap, (retention.expires_at, next(self._order), retention))
                 continue
@@ -115,10 +127,11 @@ class RetentionTable:
                 for run in retention.runs:
                     if run.rank == retention.rank:
                         self._access.set_rank(run, ACTIVE_RANK)
-            self._num_blocks -= sum(sum(run.num_blocks) for run in retention.runs)
             retired += sum(self._access.end(retention))
             self._live.discard(retention)
-        self._num_blocks = max(0, self._num_blocks) if self._live else 0
+        if not self._live:
+            self._num_blocks = 0
+            self._heap.clear()
         return retired
 
     def _recount(self, size: int, now: float) -> bool:

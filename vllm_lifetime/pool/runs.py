@@ -44,6 +44,12 @@ class Reader:
         self.is_live = True
         self.runs: set[Run] = set()
 
+    def leave(self, run: "Run") -> None:
+        """Be no reader of `run` any more, without retiring it: somebody else still reads it, or is about to be taken out."""
+        run.remove_reader(self)
+        if not self.runs:
+            self.on_last_run_gone()
+
     def on_last_run_gone(self) -> None:
         """Called when the last run of this reader has left every tier."""
 
