@@ -42,11 +42,12 @@ def test_a_session_does_not_appear_or_does_not_retire(tiers_server: Api, page: P
     session = "seen <b>in</b> the browser"
     prompt = random_tokens("dashboard", 5 * BLOCK_TOKENS)
     api.complete(prompt, 8, session=session, metadata={"workflow_id": "w", "agent": "planner", "turn": 1})
+    # Other tests' sessions may stand beside it.
     row = page.row(session)
-    page.find(".row rect")
+    page.wait(lambda: bool(row.find_elements("css selector", "rect")), "no segment is shown")
     assert row.get_attribute("data-state") == "active"
-    page.find(".row button.name").click()
-    page.wait_for_text(".row .inside", "planner")
+    row.find_element("css selector", "button.name").click()
+    page.wait(lambda: "planner" in row.find_element("css selector", ".inside").text, "the agent is not shown")
     used = api.settle()["hbm"]["used_blocks"]
     assert used >= 5
     shown = ("shared", "lead", "worker", "reviewer", "reasoning_laden", "reasoning_stripped", "unknown")
@@ -57,8 +58,10 @@ def test_a_session_does_not_appear_or_does_not_retire(tiers_server: Api, page: P
     retired = api.tiers()["hbm"]["retired_blocks"]
     page.wait(lambda: number(page, "hbm", "retired") == retired > 0, "the retired blocks are not shown")
     assert sum(number(page, "hbm", each) for each in shown) == 0
-    page.find('.row .mark[data-kind="session_end"]')
-    cells = [cell.text for cell in page.all('#boundaries tr[data-kind="session_end"] td')]
+    assert row.find_elements("css selector", '.mark[data-kind="session_end"]')
+    listed = page.all('#boundaries tr[data-kind="session_end"]')
+    [mine] = [line for line in listed if session in line.text]
+    cells = [cell.text for cell in mine.find_elements("css selector", "td")]
     assert cells[2:] == [session, "accepted", f"{outcome['blocks']}"]
     assert page.text("#health") == "ok"
 

@@ -84,7 +84,8 @@ def test_chat_through_the_official_client(empty: Api, dtype: str, stock: dict[st
     assert cold[0] and cold[1] == 0 and warm[1] > 0
     assert empty.chat("harness-1") == cold
     assert empty.metric("lifetime_bad_metadata_total") == 0
-    empty.await_metric(lambda m: metric_sum(m, "vllm:lifetime_sessions") == 1, "a session")
+    [agent] = empty.http.get("/lifetime/v1/sessions/harness-1").json()["agents"]
+    assert (agent["agent"], agent["turn"]) == ("planner", 1)
     empty.settle()
     empty.fill(4)
     delta = Delta(empty)
