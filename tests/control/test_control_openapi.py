@@ -108,7 +108,7 @@ SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_no_request_gets_an_answer_that_is_not_described(case: schemathesis.Case, url: str) -> None:
     """Neither a status nor a body, nor a 5xx; what the document allows is served and what it forbids refused."""
     # Starlette names the methods of one of two routes with the same path.
