@@ -17,10 +17,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from vllm_lifetime.boundaries import Boundary, RequestMetadata, SegmentClass
 from vllm_lifetime.pool.runs import Reader
 from vllm_lifetime.segments import Segment, SegmentTable
+
+if TYPE_CHECKING:
+    from vllm_lifetime.lifecycle import Lease
 
 __all__ = ["Agent", "Continuation", "Reading", "TurnMemory", "common_length"]
 
@@ -74,13 +78,16 @@ class Reading:
         output: Segment,
         replaced: list[Segment],
         metadata: RequestMetadata,
+        *,
+        boundary_blocks: int | None,
+        begins_turn: bool,
     ) -> None:
         self.agent = agent
         self.prompt = prompt
         self.output = output
         self.replaced = replaced
-        self.boundary_blocks: int | None = None
-        self.begins_turn = False
+        self.boundary_blocks = boundary_blocks
+        self.begins_turn = begins_turn
         self.retain_s = metadata.retain_s or 0.0
         self.cache_ttl_s = metadata.cache_ttl_s or 0.0
         self.is_running = True
@@ -163,7 +170,7 @@ class Agent:
     def __init__(
         self,
         table: SegmentTable,
-        lease: object,
+        lease: "Lease",
         workflow_id: str,
         name: str | None,
         role: str | None,
@@ -241,7 +248,7 @@ class Agent:
         self.role = self.role or metadata.agent
         replaced: list[Segment] = []
         boundary_blocks = None
-        num_turns = self.num_turns
+        num_turns_before = self.num_turns
         if metadata.segment_id is not None:
             prompt = output = self._named_segment(metadata.segment_id, metadata.segment_class, now, replaced)
             self._note_turn(metadata, is_new=self._has_new_number(metadata))
@@ -249,7 +256,7 @@ class Agent:
             prompt = output = self.base = self.base if self._is_open(self.base) else self._new_base(now)
         else:
             prompt, output = self._choose_segments(metadata, hashes, now, memory, replaced)
-            if num_turns == self.num_turns:
+            if num_turns_before == self.num_turns:
                 # The part that survives the turn stays the base's, also when it has been evicted and is computed again.
                 boundary_blocks = self.turn_base_blocks
         self.num_requests += 1
@@ -257,10 +264,8 @@ class Agent:
         self.table.start_request(prompt)
         if output is not prompt:
             self.table.start_request(output)
-        reading = Reading(self, prompt, output, replaced, metadata)
-        reading.boundary_blocks = boundary_blocks
-        reading.begins_turn = num_turns != self.num_turns
-        return reading
+        begins_turn = num_turns_before != self.num_turns
+        return Reading(self, prompt, output, replaced, metadata, boundary_blocks=boundary_blocks, begins_turn=begins_turn)
 
     def _has_new_number(self, metadata: RequestMetadata) -> bool:
         """Whether the request says, or shows, that it answers another user message than the last one."""
@@ -283,14 +288,12 @@ class Agent:
         how, common = self.continuation(hashes)
         if not self._is_open(self.base):
             self.base = self._new_base(now)
-        is_new_turn = self.num_turns == 0 or self.turn_is_over or self._has_new_number(metadata)
+        is_cut = how in (Continuation.DROPS_TURN, Continuation.REPLACES)
+        is_new_turn = is_cut or self.num_turns == 0 or self.turn_is_over or self._has_new_number(metadata)
         num_added = len(self.history) - self.turn_base_blocks
         if how is Continuation.REPLACES or (how is Continuation.DROPS_TURN and not self.turn_has_segment):
             # Compaction; or what the turn added is gone, which was taken for the part that stays.
             replaced.extend(self._drop_context(now))
-            is_new_turn = True
-        elif how is Continuation.DROPS_TURN:
-            is_new_turn = True
         is_retry = len(hashes) <= self.turn_base_blocks
         if is_new_turn and num_added > 1 and not is_retry and how in (Continuation.EXTENDS, Continuation.DROPS_TURN):
             # Half: the last answer may be lost alone, to another tokenization of the same text.
@@ -308,10 +311,10 @@ class Agent:
             self.expects_compaction = self.is_summarised = False
         elif self.expects_compaction:
             self.is_summarised = True
-        return self._segments_of_turn(metadata.segment_class, is_new_turn, now, memory)
+        return self._segments_of_turn(metadata.segment_class, now, memory)
 
     def _segments_of_turn(
-        self, segment_class: SegmentClass | None, is_new_turn: bool, now: float, memory: TurnMemory
+        self, segment_class: SegmentClass | None, now: float, memory: TurnMemory
     ) -> tuple[Segment, Segment]:
         if segment_class is SegmentClass.REASONING_LADEN:
             laden = self._open_turn_segment(now)
@@ -430,7 +433,7 @@ class Agent:
         self, segment_id: str, segment_class: SegmentClass | None, now: float, replaced: list[Segment]
     ) -> Segment:
         segment = self.named.get(segment_id)
-        if segment is None or not segment.is_live or segment.is_closing:
+        if segment is None or not self._is_open(segment):
             if len(self.named) >= MAX_NAMED_SEGMENTS:
                 replaced.append(self.named.pop(next(iter(self.named))))
             inferred = segment_class or (self._base_class() if self.is_subagent else SegmentClass.UNKNOWN)

@@ -43,7 +43,7 @@ MAX_ACTIONS = 100
 """Most actions in one envelope."""
 
 DEFAULT_PRIORITY = 35
-"""Priority of a `kv.retain` that names none."""
+"""Priority (0 to 100) of a `kv.retain` that names none: what is kept stands among the rest by recency."""
 
 
 class HintActionType(StrEnum):

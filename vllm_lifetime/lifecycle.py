@@ -104,6 +104,10 @@ class Session:
         """All agents of all its workflows."""
         return [agent for lease in self.leases.values() for agent in lease]
 
+    def find_leases(self, workflow_id: str | None) -> list["Lease"]:
+        """Its lease of a workflow, if it has one; of None, all of them."""
+        return [lease for lease in self.leases.values() if workflow_id in (None, lease.workflow_id)]
+
 
 class Lease:
     """One workflow within one session. After its end a new request with the same ids gets a new one."""
@@ -254,18 +258,22 @@ class Lifecycle:
                 continue
             if not agent.is_empty:
                 self.num_expired += 1
-            blocks += self._close(agent.end(), is_lost=True)[0]
-            self._forget(agent)
+            blocks += self._lose(agent)
         return blocks
 
     def _close_oldest(self) -> bool:
         """Close the agent not heard of for longest that runs nothing; whether there was one among the first few."""
         for agent in itertools.islice(self._by_activity, 64):
             if not agent.num_requests:
-                self._close(agent.end(), is_lost=True)
-                self._forget(agent)
+                self._lose(agent)
                 return True
         return False
+
+    def _lose(self, agent: Agent) -> int:
+        """Close an agent of which nobody has said that it is over. Returns the blocks retired."""
+        blocks, _ = self._close(agent.end(), is_lost=True)
+        self._forget(agent)
+        return blocks
 
     # ------------------------------------------------------------------ boundaries
 
@@ -285,7 +293,7 @@ class Lifecycle:
         return outcome
 
     def _act(self, event: Boundary, now: float) -> Outcome:
-        session = self._sessions.get((event.session_id, None)) if event.session_id is not None else None
+        session = self.find_session(event.session_id) if event.session_id is not None else None
         late = self._reason_if_late(event, session)
         if late is not None:
             return _ignored(event, late)
@@ -382,11 +390,9 @@ class Lifecycle:
         if not _is_after(event.sent_at_s, agent.turn_ended_sent_at_s):
             return True
         # Nothing has been answered in this turn: the event is about the one before, or about the session before its end.
-        lease = agent.lease
-        assert isinstance(lease, Lease)
         if agent.num_finished_in_turn:
             return False
-        return agent.num_turns > 1 or (agent.num_turns == 1 and lease.session.generation > 0)
+        return agent.num_turns > 1 or (agent.num_turns == 1 and agent.lease.session.generation > 0)
 
     def _return(self, event: Boundary, session: Session) -> Outcome:
         name = event.agent_id or event.agent
@@ -467,7 +473,7 @@ class Lifecycle:
     def closing_agents(self, session_id: str) -> list[Agent]:
         """Agents of an ended session of which a request still runs. O(live segments)."""
         agents = {segment.agent: None for segment in self.segments if segment.is_closing}
-        return [a for a in agents if isinstance(a.lease, Lease) and a.lease.session.session_id == session_id]
+        return [agent for agent in agents if agent.lease.session.session_id == session_id]
 
     def sessions(self) -> list[Session]:
         """All live sessions."""
@@ -476,18 +482,15 @@ class Lifecycle:
     def find_agents(self, session_id: str | None, workflow_id: str | None, name: str | None) -> list[Agent]:
         """The agents of a session, a workflow, or both, called `name` (None: all of them)."""
         leases: Iterable[Lease]
-        if session_id is not None:
-            session = self._sessions.get((session_id, None))
-            leases = [] if session is None else session.leases.values()
-            if workflow_id is not None:
-                leases = [lease for lease in leases if lease.workflow_id == workflow_id]
-        else:
+        if session_id is None:
             leases = self._by_workflow.get(workflow_id or "", set())
+        else:
+            session = self.find_session(session_id)
+            leases = [] if session is None else session.find_leases(workflow_id)
         return [agent for lease in leases for agent in (lease if name is None else lease.find(name))]
 
     def _agents_of(self, event: Boundary, session: Session) -> list[Agent]:
-        leases = session.leases
-        chosen = leases.values() if event.workflow_id is None else [leases[w] for w in (event.workflow_id,) if w in leases]
+        chosen = session.find_leases(event.workflow_id)
         if event.agent_id is None:
             return [agent for lease in chosen for agent in lease.find(event.agent)]
         found = [agent for lease in chosen for agent in lease.find(event.agent_id)]
@@ -519,16 +522,15 @@ class Lifecycle:
         lines = lease.lines.get(name, [])
         longest = 0
         best: Agent | None = None
-        best_rank = (-1, -1)
+        best_common = -1
         for agent in lines:
             if agent.is_crowd:
                 continue
             how, common = agent.continuation(hashes)
             longest = max(longest, common)
-            rank = (1, common) if self._goes_on(agent, how, common, len(hashes), metadata) else (-1, common)
-            if rank > best_rank:
-                best, best_rank = agent, rank
-        if best is not None and best_rank[0] > 0:
+            if common > best_common and self._goes_on(agent, how, common, len(hashes), metadata):
+                best, best_common = agent, common
+        if best is not None:
             if name is not None:
                 lease.waiting_spawns.pop(name, None)
             return best
@@ -595,12 +597,10 @@ class Lifecycle:
     def _new_line(
         self, lease: Lease, name: str | None, role: str | None, agent_id: str | None, parent: str | None, now: float
     ) -> Agent:
-        if lease.session.leases.get(lease.workflow_id) is not lease:
-            # Ended while making room in it.
-            lease = self._lease_of(lease.session.session_id, lease.workflow_id, now)
         while len(self._by_activity) >= MAX_AGENTS and self._close_oldest():
             pass
         if lease.session.leases.get(lease.workflow_id) is not lease:
+            # It has gone while room was made.
             lease = self._lease_of(lease.session.session_id, lease.workflow_id, now)
         agent = Agent(self.segments, lease, lease.workflow_id, name, role, agent_id, parent, now)
         lease.lines.setdefault(name, []).append(agent)
@@ -635,7 +635,6 @@ class Lifecycle:
             return
         del self._by_activity[agent]
         lease = agent.lease
-        assert isinstance(lease, Lease)
         for name in {agent.name, agent.role, None}:
             lines = lease.lines.get(name)
             if lines is not None and agent in lines:

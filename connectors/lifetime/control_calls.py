@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import Boundary, BoundaryKind, Outcome, OutcomeStatus
 from vllm_lifetime.connectors.lifetime import stats
+from vllm_lifetime.hints import DEFAULT_PRIORITY
 from vllm_lifetime.lifecycle import MAX_REMEMBERED_MESSAGES, Session
-from vllm_lifetime.policy.retention import DEFAULT_PRIORITY, Retention
+from vllm_lifetime.policy.retention import Retention
 from vllm_lifetime.pool.access import TIER_NAMES
 from vllm_lifetime.pool.runs import DEMOTED_RANK
 from vllm_lifetime.segments import Segment

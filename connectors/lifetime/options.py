@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_lifetime.flash.layout import MAGIC
+from vllm_lifetime.lifecycle import DEFAULT_LEASE_S, MIN_NEW_TOKENS
 
 __all__ = ["LifetimeOptions", "OptionsError", "parse_options"]
 
@@ -68,11 +69,11 @@ class LifetimeOptions(BaseModel):
     )
 
     lease_s: Annotated[float, Field(gt=0, le=30 * 86400)] = Field(
-        default=3600.0,
+        default=DEFAULT_LEASE_S,
         description="An agent of which nothing is heard for so many seconds is taken for lost: its blocks are retired.",
     )
     compaction_tokens: Annotated[int, Field(strict=True, ge=1)] = Field(
-        default=4096,
+        default=MIN_NEW_TOKENS,
         description="A request that names no agent, leaves its session's context in the middle and brings at least so many "
         "tokens of its own is taken for a compaction; with fewer it is another conversation of the session.",
     )

@@ -30,9 +30,10 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
-from vllm_lifetime.boundaries import METADATA_KEY, BoundaryKind
+from vllm_lifetime.boundaries import BoundaryKind
 from vllm_lifetime.harness.client import AsyncLifetimeClient, LifetimeClient
 from vllm_lifetime.harness.conversation import Conversation, Instance, clip_id
+from vllm_lifetime.harness.naming import fill_body
 
 try:
     from autogen_agentchat.base import ChatAgent, Response, TaskResult, Team
@@ -431,10 +432,7 @@ class LifetimeModelClient(ChatCompletionClient):
             configured = getattr(self._wrapped, "_create_args", None) or {}
             body = {**(configured.get("extra_body") or {}), **(extra.get("extra_body") or {})}
             name = self._session._name_request(self._agent)
-            given = body.get("kv_transfer_params") or {}
-            metadata = {**name.get("kv_transfer_params", {}).get(METADATA_KEY, {}), **given.get(METADATA_KEY, {})}
-            # What the caller says by hand stands.
-            return {**extra, "extra_body": {**name, **body, "kv_transfer_params": {**given, METADATA_KEY: metadata}}}
+            return {**extra, "extra_body": fill_body(name, body)}
         except Exception as error:  # the request must go on
             logger.warning("lifetime: a request goes without its name: %s", error)
             return extra

@@ -38,12 +38,12 @@ from vllm_lifetime.boundaries import (
     MAX_ID_LENGTH,
     MAX_SPAWN_TEXT_LENGTH,
     MAX_SPAWN_TOOLS,
-    METADATA_KEY,
     BoundaryKind,
     Spawn,
 )
 from vllm_lifetime.harness.client import LifetimeClient
 from vllm_lifetime.harness.conversation import Conversation, Instance
+from vllm_lifetime.harness.naming import fill_body
 
 try:
     from crewai.events import (
@@ -393,9 +393,7 @@ def _name_request(request: httpx.Request) -> httpx.Request:
     try:
         body = json.loads(request.content)
         fields = session.conversation.request_fields(_SPEAKER.get())
-        name, given = fields["extra_body"], body.get("kv_transfer_params") or {}
-        metadata = {**name.get("kv_transfer_params", {}).get(METADATA_KEY, {}), **given.get(METADATA_KEY, {})}
-        body = {**name, **body, "kv_transfer_params": {**given, METADATA_KEY: metadata}}
+        body = fill_body(fields["extra_body"], body)
         headers = httpx.Headers(request.headers)
         del headers["content-length"]
         for key, value in fields["extra_headers"].items():

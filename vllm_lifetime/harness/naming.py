@@ -8,7 +8,14 @@ from typing import Any
 
 from vllm_lifetime.boundaries import METADATA_KEY
 
-__all__ = ["add_name"]
+__all__ = ["add_name", "fill_body"]
+
+
+def fill_body(name: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request's body with `name`, the body fields of `client.request_fields`, in it: what the body says stands."""
+    given = body.get("kv_transfer_params") or {}
+    metadata = {**name.get("kv_transfer_params", {}).get(METADATA_KEY, {}), **given.get(METADATA_KEY, {})}
+    return {**name, **body, "kv_transfer_params": {**given, METADATA_KEY: metadata}}
 
 
 def add_name(

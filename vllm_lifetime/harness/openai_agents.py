@@ -24,7 +24,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -236,34 +237,38 @@ class LifetimeModelProvider(ModelProvider):
 # ---------------------------------------------------------------------- watching
 
 
+@contextmanager
+def _presently(run: _Run) -> Iterator[Callable[[RunResult], RunResult]]:
+    """Make `run` the present one, and end it; what is yielded takes the result, which says whether it is only paused."""
+    is_paused = False
+
+    def note(result: RunResult) -> RunResult:
+        nonlocal is_paused
+        is_paused = bool(result.interruptions)
+        return result
+
+    token = _RUN.set(run)
+    try:
+        yield note
+    finally:
+        _RUN.reset(token)
+        run.end(is_paused=is_paused)
+
+
 async def _watch(run: _Run | None, result_of: Awaitable[RunResult]) -> RunResult:
     """Await the SDK's run as `run`, and end that with it."""
     if run is None:
         return await result_of
-    is_paused = False
-    token = _RUN.set(run)
-    try:
-        result = await result_of
-        is_paused = bool(result.interruptions)
-        return result
-    finally:
-        _RUN.reset(token)
-        run.end(is_paused=is_paused)
+    with _presently(run) as note:
+        return note(await result_of)
 
 
 def _watch_sync(run: _Run | None, start: Callable[[], RunResult]) -> RunResult:
     """Do the SDK's run as `run`, and end that with it."""
     if run is None:
         return start()
-    is_paused = False
-    token = _RUN.set(run)
-    try:
-        result = start()
-        is_paused = bool(result.interruptions)
-        return result
-    finally:
-        _RUN.reset(token)
-        run.end(is_paused=is_paused)
+    with _presently(run) as note:
+        return note(start())
 
 
 def _watch_streamed(run: _Run | None, start: Callable[[], RunResultStreaming]) -> RunResultStreaming:

@@ -12,13 +12,11 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
+from vllm_lifetime.hints import DEFAULT_PRIORITY
 from vllm_lifetime.pool.access import AccessTable
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run
 
-__all__ = ["DEFAULT_PRIORITY", "MAX_RETAINED_SHARE", "MAX_RETENTIONS", "Retention", "RetentionTable"]
-
-DEFAULT_PRIORITY = 35
-"""Priority (0 to 100) at which what is kept stands among the rest by recency."""
+__all__ = ["MAX_RETAINED_SHARE", "MAX_RETENTIONS", "Retention", "RetentionTable"]
 
 MAX_RETAINED_SHARE = 0.5
 """Largest share of all tiers' blocks that may be kept by wish at a time."""
