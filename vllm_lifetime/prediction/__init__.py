@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is predicted: who is called next, when, and how long a sub-agent lives."""
