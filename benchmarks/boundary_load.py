@@ -2,11 +2,12 @@
 """What a stream of boundary events costs: decode throughput with and without, and how long each event takes.
 
 One real server with the lifetime connector decodes several streams without pause. Windows of three kinds take turns: `off` (no
-events), `on` (RATE events per second, one per POST) and `sink` (the same events to a process that only answers: what the
-generator costs on the same machine). The generator is a process of its own and sends in open loop: an event is sent when it is
-due, whether or not the ones before have been answered, and its latency counts from when it was due.
+events), `on` (RATE events per second, by default one per POST) and `sink` (the same events to a process that only answers: what
+the generator costs on the same machine). The generator is a process of its own and sends in open loop: a POST is sent when the
+last of its events is due, whether or not the ones before have been answered, and its latency counts from when it was due.
 
     python -m benchmarks.boundary_load --rate 1000 --seconds 60 --repeats 3
+    python -m benchmarks.boundary_load --rate 1000 --events-per-post 10 --wait
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.boundary_load_generator import GRACE_S, MAX_EVENTS, PATH
 from benchmarks.demo import Settings, machine, versions
 from benchmarks.report import percentile
 from benchmarks.server import ServerError, VllmServer, metric_sum, parse_metrics
+from vllm_lifetime.boundaries import MAX_BATCH
 
 console = Console()
 
@@ -55,6 +57,23 @@ STYLE: dict[str, Any] = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge
 
 
 @dataclass(frozen=True)
+class Load:
+    """The events of a run."""
+
+    rate: float
+    """Events per second."""
+
+    connections: int
+    events_per_post: int = 1
+    respond_async: bool = True
+    """Ask for an answer before the engines have acted."""
+
+    def __str__(self) -> str:
+        """Say so in a title."""
+        return f"{self.rate:g} events/s, {self.events_per_post} per POST, {'respond-async' if self.respond_async else 'wait'}"
+
+
+@dataclass(frozen=True)
 class Latency:
     """The distribution of one run's latencies, in milliseconds."""
 
@@ -71,7 +90,7 @@ class Events:
     statuses: dict[str, int]
     outcomes: dict[str, int]
     rate: float
-    """Answers per second, until the last of them."""
+    """Events answered per second, until the last answer."""
 
     from_due: Latency
     from_sent: Latency
@@ -110,7 +129,7 @@ def read_latency(microseconds: Sequence[float]) -> Latency:
 
 def read_events(report: dict[str, Any]) -> Events:
     """The generator's report, condensed."""
-    answered = len(report["from_due_us"])
+    answered = report["answered"]
     return Events(
         due=report["events"],
         statuses=report["statuses"],
@@ -224,12 +243,11 @@ async def generator(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.P
 class Bench:
     """Measures windows on a server."""
 
-    def __init__(self, server: VllmServer, rate: float, streams: int, connections: int) -> None:
+    def __init__(self, server: VllmServer, streams: int, load: Load) -> None:
         """Measure on `server`, which runs."""
         self._server = server
-        self._rate = rate
         self._streams = streams
-        self._connections = connections
+        self._load = load
         self._api = psutil.Process(server.pid)
         self._count = 0
 
@@ -264,9 +282,11 @@ class Bench:
     def _sender_arguments(self, port: str, seconds: float) -> list[str]:
         return [
             *("--port", port),
-            *("--rate", str(self._rate)),
+            *("--rate", str(self._load.rate)),
             *("--seconds", str(seconds)),
-            *("--connections", str(self._connections)),
+            *("--events-per-post", str(self._load.events_per_post)),
+            "--respond-async" if self._load.respond_async else "--no-respond-async",
+            *("--connections", str(self._load.connections)),
             *("--sessions", str(SESSIONS)),
             *("--session-prefix", SESSION_PREFIX),
             *("--run", f"w{self._count}"),
@@ -313,9 +333,9 @@ async def run_windows(bench: Bench, seconds: float, repeats: int) -> list[Window
     return windows
 
 
-def as_tables(windows: Sequence[Window], report: dict[str, Any]) -> list[Table]:
+def as_tables(windows: Sequence[Window], report: dict[str, Any], load: Load) -> list[Table]:
     """Each window, and the medians."""
-    each = Table(title="Each window; cores used by each process; ms from when an event was due", **STYLE)
+    each = Table(title=f"{load}\nEach window; cores used by each process; ms from when a POST was due", **STYLE)
     for column in ("mode", "tokens/s", "API", "engine", "sender", "events/s", "p50", "p99", "max", "failed"):
         each.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     for window in windows:
@@ -348,6 +368,10 @@ def main(
     repeats: Annotated[int, typer.Option(help="Windows of each kind.", min=1, max=20)] = 3,
     streams: Annotated[int, typer.Option(help="Streams decoded at a time.", min=1, max=8)] = 4,
     connections: Annotated[int, typer.Option(help="Connections of the generator.", min=1, max=1024)] = 128,
+    events_per_post: Annotated[int, typer.Option(help="A POST is due when its last event is.", min=1, max=MAX_BATCH)] = 1,
+    respond_async: Annotated[
+        bool, typer.Option("--respond-async/--wait", help="Ask for an answer at once, or for one with the outcomes.")
+    ] = True,
     access_log: Annotated[bool, typer.Option(help="Let the server log each POST, which is vLLM's default.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the model and the server's log.")] = Path("build"),
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
@@ -357,6 +381,7 @@ def main(
         raise typer.BadParameter(f"{rate * seconds:,.0f} events a window; the most is {MAX_EVENTS:,}: lower --rate or --seconds")
     from scripts.make_test_model import make_test_model
 
+    load = Load(rate, connections, events_per_post, respond_async)
     settings = Settings(max_num_seqs=streams)
     model = make_test_model(out / "demo-model", layers=settings.model_layers, hidden=settings.model_hidden)
     server = VllmServer(
@@ -369,7 +394,7 @@ def main(
     try:
         with console.status(f"starting vLLM (log: {server.log_path})"):
             server.start()
-        windows = asyncio.run(run_windows(Bench(server, rate, streams, connections), seconds, repeats))
+        windows = asyncio.run(run_windows(Bench(server, streams, load), seconds, repeats))
     except (ServerError, httpx.HTTPError) as error:
         message = f"The benchmark failed. {type(error).__name__}: {error}\n{server.log_tail()}"
         console.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -377,10 +402,10 @@ def main(
     finally:
         server.stop()
     report = summarize(windows)
-    for table in as_tables(windows, report):
+    for table in as_tables(windows, report, load):
         console.print(table)
     if json_path is not None:
-        asked = {"rate": rate, "seconds": seconds, "streams": streams, "connections": connections, "access_log": access_log}
+        asked = asdict(load) | {"seconds": seconds, "streams": streams, "access_log": access_log}
         where = {"machine": machine(), "versions": versions()}
         whole = report | {"settings": asked} | where | {"windows": [asdict(window) for window in windows]}
         json_path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,12 +20,15 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
+from functools import lru_cache
 from typing import Any, cast
 
 PATH = "/lifetime/v1/boundaries"
 HOST = "127.0.0.1"
 MAX_EVENTS = 1_000_000
 """Most events of one run; all requests are held in memory."""
+
+Event = dict[str, Any]
 
 GRACE_S = 10.0
 """Seconds to wait for answers after the last event is due; what has no answer by then is counted as unanswered."""
@@ -49,7 +52,7 @@ SESSION_SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
 """What each session goes through, again and again."""
 
 
-def make_events(count: int, sessions: list[str], run: str, sent_at_s: float = 0.0, rate: float = 1000.0) -> list[dict[str, Any]]:
+def make_events(count: int, sessions: list[str], run: str, sent_at_s: float = 0.0, rate: float = 1000.0) -> list[Event]:
     """Return `count` events of mixed kinds: the sessions take turns, and start at different places of the script."""
     events = []
     for index in range(count):
@@ -60,11 +63,18 @@ def make_events(count: int, sessions: list[str], run: str, sent_at_s: float = 0.
     return events
 
 
-def make_request(port: int, event: dict[str, Any]) -> bytes:
-    """Return the HTTP/1.1 request that posts one event over a connection that stays open."""
-    body = json.dumps(event, separators=(",", ":")).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def make_request(port: int, events: list[Event], *, respond_async: bool = True) -> bytes:
+    """Return the HTTP/1.1 request that posts events over a connection that stays open; one alone is no list."""
+    body = json.dumps(events[0] if len(events) == 1 else events, separators=(",", ":")).encode()
+    lines = [f"POST {PATH} HTTP/1.1", f"Host: {HOST}:{port}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    if respond_async:
+        lines.append("Prefer: respond-async")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def split_events(events: list[Event], size: int) -> list[list[Event]]:
+    """Return the events in groups of `size`, in order; the last may be smaller."""
+    return [events[start : start + size] for start in range(0, len(events), size)]
 
 
 def split_message(buffer: bytes) -> tuple[bytes, bytes, int] | None:
@@ -131,13 +141,18 @@ class Connection(asyncio.Protocol):
 
 
 class Generator:
-    """Sends each request when it is due, whether or not earlier ones have been answered."""
+    """Sends each request when the last of its events is due, whether or not earlier ones have been answered."""
 
-    def __init__(self, port: int, requests: list[bytes], rate: float) -> None:
-        """Send `requests` to `port`, `rate` per second."""
+    def __init__(self, port: int, requests: list[bytes], rate: float, num_events: int = 0, events_per_post: int = 1) -> None:
+        """Send `requests` to `port`, `rate` events per second.
+
+        They hold `num_events` events, `events_per_post` each but for the last; by default one each.
+        """
         self._port = port
         self._requests = requests
         self._rate = rate
+        self._num_events = num_events or len(requests)
+        self._events_per_post = events_per_post
         self._free: deque[Connection] = deque()
         self._connections: set[Connection] = set()
         self._reconnects: set[asyncio.Task[None]] = set()
@@ -166,10 +181,10 @@ class Generator:
         self._began = self._loop.time()
         self._send_due()
         try:
-            async with asyncio.timeout(len(self._requests) / self._rate + GRACE_S):
+            async with asyncio.timeout(self._num_events / self._rate + GRACE_S):
                 await self._done
         except TimeoutError:
-            self.statuses["unanswered"] = len(self._requests) - self.statuses.total()
+            self.statuses["unanswered"] = self._num_events - self.statuses.total()
         if self._timer is not None:
             self._timer.cancel()
         for connection in self._connections:
@@ -178,7 +193,8 @@ class Generator:
     def _send_due(self) -> None:
         # From the timer, and whenever a connection becomes free while requests are overdue.
         now_s = self._loop.time()
-        last = min(len(self._requests), int((now_s - self._began) * self._rate) + 1)
+        num_due = int((now_s - self._began) * self._rate) + 1
+        last = len(self._requests) if num_due >= self._num_events else num_due // self._events_per_post
         while self._next < last and self._free:
             connection = self._free.popleft()
             if not connection.is_open:
@@ -189,26 +205,36 @@ class Generator:
         if last <= self._next < len(self._requests):
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(self._began + self._next / self._rate, self._send_due)
+            self._timer = self._loop.call_at(self._due_s(self._next), self._send_due)
+
+    def _size(self, index: int) -> int:
+        """How many events request `index` holds."""
+        return min(self._events_per_post, self._num_events - index * self._events_per_post)
+
+    def _due_s(self, index: int) -> float:
+        """When the last event of request `index` is due."""
+        return self._began + (index * self._events_per_post + self._size(index) - 1) / self._rate
 
     def on_free(self, connection: Connection) -> None:
         """`connection` can take a request."""
         # In turn, so that none is idle until the server closes it.
         self._free.append(connection)
-        if self._began + self._next / self._rate <= self._loop.time():
+        if self._next < len(self._requests) and self._due_s(self._next) <= self._loop.time():
             self._send_due()
 
     def on_answer(self, index: int, status: int, body: bytes) -> None:
         """Request `index` was answered."""
         self.answered_s[index] = self._loop.time()
-        self.outcomes[body.partition(b'"status":"')[2].partition(b'"')[0].decode(errors="replace") or "none"] += 1
-        self._count(str(status))
+        size = self._size(index)
+        found = [part.partition(b'"')[0].decode(errors="replace") for part in body.split(b'"status":"')[1:]]
+        self.outcomes.update(found or {"none": size})
+        self._count(str(status), size)
 
     def on_lost(self, connection: Connection, index: int | None) -> None:
         """`connection` is gone, and with it the answer to request `index`."""
         self._connections.discard(connection)
         if index is not None:
-            self._count("connection lost")
+            self._count("connection lost", self._size(index))
         if not self._done.done() and self.num_reconnects < MAX_RECONNECTS:
             self.num_reconnects += 1
             task = self._loop.create_task(self._reconnect())
@@ -220,17 +246,18 @@ class Generator:
         with contextlib.suppress(OSError):
             await self._connect()
 
-    def _count(self, status: str) -> None:
-        self.statuses[status] += 1
-        if self.statuses.total() >= len(self._requests) and not self._done.done():
+    def _count(self, status: str, num_events: int) -> None:
+        self.statuses[status] += num_events
+        if self.statuses.total() >= self._num_events and not self._done.done():
             self._done.set_result(None)
 
     def report(self) -> dict[str, Any]:
-        """Return what happened: times in microseconds, of the answered requests only."""
+        """Return what happened: counts are of events; times in microseconds, of the answered requests only."""
         answered = [index for index, at_s in enumerate(self.answered_s) if at_s]
-        due_s = [self._began + index / self._rate for index in answered]
+        due_s = [self._due_s(index) for index in answered]
         return {
-            "events": len(self._requests),
+            "events": self._num_events,
+            "answered": sum(map(self._size, answered)),
             "statuses": dict(self.statuses),
             "outcomes": dict(self.outcomes),
             "reconnects": self.num_reconnects,
@@ -247,8 +274,10 @@ async def send(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"{count} events: one run sends 1 to {MAX_EVENTS}; change --rate or --seconds")
     sessions = [f"{arguments.session_prefix}{number}" for number in range(arguments.sessions)]
     events = make_events(count, sessions, arguments.run, time.time(), arguments.rate)
-    generator = Generator(arguments.port, [make_request(arguments.port, event) for event in events], arguments.rate)
-    del events
+    posts = split_events(events, arguments.events_per_post)
+    requests = [make_request(arguments.port, post, respond_async=arguments.respond_async) for post in posts]
+    del events, posts
+    generator = Generator(arguments.port, requests, arguments.rate, count, arguments.events_per_post)
     await generator.connect(arguments.connections)
     # A collection would stop the clock of the measurement.
     gc.collect()
@@ -261,8 +290,12 @@ async def send(arguments: argparse.Namespace) -> None:
     print(json.dumps(generator.report() | {"cpu_s": cpu_s}), flush=True)
 
 
-ANSWER_BODY = b'{"outcomes":[{"message_id":"0","status":"ignored","blocks":0,"bytes":0}]}'
-ANSWER = b"HTTP/1.1 202 Accepted\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER_BODY), ANSWER_BODY)
+@lru_cache
+def make_answer(num_events: int = 1) -> bytes:
+    """Return the sink's answer to so many events."""
+    outcomes = b",".join([b'{"message_id":"0","status":"ignored","blocks":0,"bytes":0}'] * num_events)
+    body = b'{"outcomes":[%s]}' % outcomes
+    return b"HTTP/1.1 202 Accepted\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
 class Sink(asyncio.Protocol):
@@ -278,7 +311,7 @@ class Sink(asyncio.Protocol):
         self._buffer += data
         while (message := split_message(self._buffer)) is not None:
             self._buffer = self._buffer[message[2] :]
-            self._transport.write(ANSWER)
+            self._transport.write(make_answer(message[1].count(b'"message_id"')))
 
 
 async def sink() -> None:
@@ -298,6 +331,8 @@ def parse_arguments() -> argparse.Namespace:
     sender.add_argument("--port", type=int, required=True, help="of the server, on the loopback interface")
     sender.add_argument("--rate", type=float, default=1000.0, help="events per second")
     sender.add_argument("--seconds", type=float, default=60.0)
+    sender.add_argument("--events-per-post", type=int, default=1, help="a POST is due when its last event is")
+    sender.add_argument("--respond-async", action=argparse.BooleanOptionalAction, default=True, help="ask for an answer at once")
     sender.add_argument("--connections", type=int, default=128)
     sender.add_argument("--sessions", type=int, default=200)
     sender.add_argument("--session-prefix", default="session-")

@@ -231,10 +231,11 @@ def _name_unknown_keys(raw: dict[Any, Any]) -> str:
 
 
 class OutcomeStatus(StrEnum):
-    """What became of an event, best first."""
+    """What became of an event, best first. No engine says `queued`: the API server does, to who does not wait for the engines."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
+    QUEUED = "queued"
     IGNORED = "ignored"
     REJECTED = "rejected"
 

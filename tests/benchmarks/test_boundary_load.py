@@ -18,10 +18,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import boundary_load
-from benchmarks.boundary_load import Events, Latency, Window, as_tables, read_events, read_latency, summarize
-from benchmarks.boundary_load_generator import ANSWER, Connection, Generator, make_events, make_request, split_message
+from benchmarks.boundary_load import Events, Latency, Load, Window, as_tables, read_events, read_latency, summarize
+from benchmarks.boundary_load_generator import (
+    Connection,
+    Generator,
+    make_answer,
+    make_events,
+    make_request,
+    split_events,
+    split_message,
+)
 from vllm_lifetime.boundaries import Boundary, BoundaryKind
 
+ANSWER = make_answer()
 GENERATOR = [sys.executable, "-m", "benchmarks.boundary_load_generator"]
 
 
@@ -45,10 +54,13 @@ def test_each_session_goes_through_its_kinds_in_order() -> None:
 
 def test_a_request_is_whole_http() -> None:
     event = {"message_id": "é", "kind": "turn_end", "session_id": "s"}
-    request = make_request(8000, event)
+    request = make_request(8000, [event])
     head, body, total = split_message(request) or (b"", b"", 0)
     assert head.startswith(b"post /lifetime/v1/boundaries http/1.1")
     assert (json.loads(body), total) == (event, len(request))
+    assert head.endswith(b"prefer: respond-async")
+    head, body, _ = split_message(make_request(8000, [event, event], respond_async=False)) or (b"", b"", 0)
+    assert json.loads(body) == [event, event] and b"prefer" not in head
 
 
 def test_a_message_is_read_when_it_is_whole_and_not_before() -> None:
@@ -82,13 +94,14 @@ class Answering(asyncio.Protocol):
                 asyncio.get_running_loop().call_later(self.delay_s, self.transport.write, self.answer)
 
 
-def generate(protocol: type[Answering], count: int, rate: float, connections: int) -> dict[str, Any]:
+def generate(protocol: type[Answering], count: int, rate: float, connections: int, events_per_post: int = 1) -> dict[str, Any]:
     """Send `count` events to a server of `protocol`; return the report."""
 
     async def run() -> dict[str, Any]:
         server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        generator = Generator(port, [make_request(port, event) for event in make_events(count, ["a"], "r")], rate)
+        posts = split_events(make_events(count, ["a"], "r"), events_per_post)
+        generator = Generator(port, [make_request(port, post) for post in posts], rate, count, events_per_post)
         await generator.connect(connections)
         await generator.run()
         server.close()
@@ -102,6 +115,26 @@ def test_every_event_is_sent_at_its_rate_and_answered() -> None:
     assert (report["statuses"], report["outcomes"]) == ({"202": 200}, {"ignored": 200})
     assert 0.45 < report["wall_s"] < 2.0
     assert len(report["from_due_us"]) == len(report["from_sent_us"]) == 200
+
+
+def test_a_post_of_many_events_is_due_with_the_last_of_them() -> None:
+    due_s: list[float] = []
+
+    class Recording(Answering):
+        answer = make_answer(10)
+
+        def data_received(self, data: bytes) -> None:
+            due_s.append(asyncio.get_running_loop().time())
+            super().data_received(data)
+
+    report = generate(Recording, 205, 400.0, 8, events_per_post=10)
+    assert report["statuses"] == {"202": 205} and report["answered"] == report["events"] == 205
+    assert len(report["from_due_us"]) == len(due_s) == 21
+    # The first when its tenth event is due, the last, of five, when event 205 is.
+    assert due_s[-1] - due_s[0] == pytest.approx(195 / 400, abs=0.1)
+    assert 0.5 < report["wall_s"] < 2.0
+    assert min(report["from_due_us"]) >= 0
+    assert read_events(report | {"cpu_s": 0.1}).rate == pytest.approx(400, rel=0.3)
 
 
 def test_a_late_answer_counts_from_when_the_event_was_due() -> None:
@@ -146,6 +179,14 @@ def test_what_is_never_answered_ends_the_run_all_the_same(monkeypatch: pytest.Mo
     assert read_events(report | {"cpu_s": 0.1}).rate == 0.0
 
 
+def test_many_events_that_go_wrong_count_each() -> None:
+    class Busy(Answering):
+        answer = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\n{}"
+
+    report = generate(Busy, 25, 400.0, 2, events_per_post=10)
+    assert (report["statuses"], report["outcomes"]) == ({"429": 25}, {"none": 25})
+
+
 @pytest.fixture
 def sink() -> Iterator[str]:
     """The port of a sink process."""
@@ -168,6 +209,15 @@ def test_the_processes_work_together(sink: str) -> None:
     assert events.rate == pytest.approx(300, rel=0.1)
     assert 0 < events.generator_cpu < 1
     assert 0 < events.from_sent.p50_ms <= events.from_sent.p99_ms <= events.from_sent.max_ms
+
+
+def test_the_processes_work_together_on_lists(sink: str) -> None:
+    command = [*GENERATOR, "send", "--port", sink, "--rate", "300", "--seconds", "1", "--events-per-post", "7"]
+    done = subprocess.run([*command, "--no-respond-async"], input="go\n", capture_output=True, text=True, timeout=30)
+    ready, output = done.stdout.splitlines()
+    report = json.loads(output)
+    assert ready == "ready" and report["outcomes"] == {"ignored": 300}
+    assert (report["answered"], len(report["from_due_us"])) == (300, 43)
 
 
 def test_too_many_events_are_refused(sink: str) -> None:
@@ -193,7 +243,7 @@ def test_connections_take_turns() -> None:
 
         server = await asyncio.get_running_loop().create_server(Counting, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        generator = Generator(port, [make_request(port, event) for event in make_events(40, ["a"], "r")], 400.0)
+        generator = Generator(port, [make_request(port, [event]) for event in make_events(40, ["a"], "r")], 400.0)
         await generator.connect(4)
         await generator.run()
         server.close()
@@ -240,8 +290,9 @@ def test_ratios_compare_neighbours_and_medians_ignore_one_bad_repeat() -> None:
 
 def test_the_tables_show_every_window_and_every_failure() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    for table in as_tables(WINDOWS, summarize(WINDOWS)):
+    for table in as_tables(WINDOWS, summarize(WINDOWS), Load(1000.0, 128, 10, respond_async=False)):
         console.print(table)
     text = console.export_text()
+    assert "1000 events/s, 10 per POST, wait" in text
     assert "0.900, 0.990, 0.950" in text
     assert "198.0" in text and "60.0 ms" in text

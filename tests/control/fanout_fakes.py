@@ -114,6 +114,9 @@ class FakeEngine(ServerThread):
         self.requests: list[tuple[str, str, Any]] = []
         """Method, path and JSON of every request that changes something, refused or not."""
 
+        self.preferences: set[str | None] = set()
+        """Values of the header `Prefer` of those."""
+
         self.hints: list[dict[str, Any]] = []
         self.delay_s = 0.0
         self.status: int | None = None
@@ -143,6 +146,7 @@ class FakeEngine(ServerThread):
                 return JSONResponse({"detail": "The token is not valid here."}, 401)
             if request.method != "GET":
                 body = await request.json() if await request.body() else None
+                self.preferences.add(request.headers.get("prefer"))
                 self.requests.append((request.method, str(request.url).removeprefix(self.url), body))
                 await asyncio.sleep(self.delay_s)
                 if self.status is not None:

@@ -22,7 +22,7 @@ EXAMPLES = [
 
 
 def test_no_example_was_missed() -> None:
-    assert len(EXAMPLES) == TEXT.count("\ncurl ") == 9
+    assert len(EXAMPLES) == TEXT.count("\ncurl ") == 10
 
 
 @pytest.mark.parametrize(("command", "status", "answer"), EXAMPLES)
@@ -37,9 +37,12 @@ def test_an_example_is_answered_as_it_says(command: str, status: str, answer: st
         event = json.loads(answer)["events"][0]["event"]
         send(app, "POST", "/lifetime/v1/boundaries", json=event)
     kwargs: dict[str, Any] = {"content": options["-d"]} if "-d" in options else {}
-    method = options.get("-X", "POST" if kwargs else "GET")
+    kwargs["headers"] = dict(words[at + 1].split(": ") for at in range(len(words)) if words[at] == "-H")
+    method = options.get("-X", "POST" if "-d" in options else "GET")
     response = send(app, method, urlsplit(f"http://{url}").path + "?" + urlsplit(f"http://{url}").query, **kwargs)
     assert response.status_code == int(status)
+    if "prefer" in kwargs["headers"]:
+        assert response.json() == json.loads(answer)
     assert keys(response.json()) == keys(json.loads(answer))
 
 

@@ -130,6 +130,90 @@ def test_a_long_queue_is_refused_instead_of_growing() -> None:
     run(test)
 
 
+def test_what_nobody_waits_for_keeps_its_place() -> None:
+    async def test(recorder: Recorder, batcher: Batcher[int, int]) -> None:
+        (first,) = await start(batcher, [1])
+        batcher.put([2])
+        (third,) = await start(batcher, [3])
+        batcher.put(list(range(4, 27)))
+        (last,) = await start(batcher, [27])
+        assert recorder.batches == [[1]]
+        recorder.gate.set()
+        assert await asyncio.gather(first, third, last) == [[2], [6], [54]]
+        assert [number for batch in recorder.batches for number in batch] == list(range(1, 28))
+        assert max(len(batch) for batch in recorder.batches) == 10
+
+    run(test)
+
+
+def test_draining_waits_for_what_nobody_waits_for() -> None:
+    async def test(recorder: Recorder, batcher: Batcher[int, int]) -> None:
+        await batcher.drain()
+        batcher.put([1])
+        batcher.put([2])
+        draining = asyncio.create_task(batcher.drain())
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+        recorder.gate.set()
+        await draining
+        assert recorder.batches == [[1, 2]]
+
+    run(test)
+
+
+def test_what_nobody_waits_for_is_bounded_and_has_no_deadline() -> None:
+    async def test(recorder: Recorder, batcher: Batcher[int, int]) -> None:
+        batcher.put([0])
+        await asyncio.sleep(0)
+        for _ in range(6):
+            batcher.put([1] * 10)
+        with pytest.raises(EngineUnavailable, match="60 events wait"):
+            batcher.put([2])
+        await asyncio.sleep(0.2)
+        recorder.gate.set()
+        await batcher.drain()
+        assert sum(map(sum, recorder.batches)) == 60
+
+    run(test, timeout_s=0.05)
+
+
+def test_who_waits_behind_what_nobody_waits_for_has_a_deadline() -> None:
+    async def test(recorder: Recorder, batcher: Batcher[int, int]) -> None:
+        batcher.put([1])
+        batcher.put([2])
+        with pytest.raises(TimeoutError):
+            await batcher.submit([3])
+        recorder.gate.set()
+        await batcher.drain()
+        assert [number for batch in recorder.batches for number in batch] == [1, 2, 3]
+
+    run(test, timeout_s=0.1)
+
+
+def test_of_a_failed_call_the_owner_is_told_what_nobody_waits_for() -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        recorder.error = ZeroDivisionError("oh")
+        recorder.gate.set()
+        lost: list[tuple[list[int], str]] = []
+        batcher: Batcher[int, int] = Batcher(
+            recorder,
+            max_batch=10,
+            max_waiting=60,
+            timeout_s=60.0,
+            on_lost=lambda items, error: lost.append((items, str(error.detail))),
+        )
+        batcher.put([13])
+        batcher.put([1, 2])
+        with pytest.raises(EngineUnavailable, match="oh"):
+            await batcher.submit([3])
+        batcher.put([4])
+        await batcher.drain()
+        assert lost == [([13, 1, 2], "An engine is not available: oh")]
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
 def test_many_requests_are_few_engine_calls_each_with_its_own_outcome() -> None:
     engines = FakeEngines(count=2, delay_s=0.005)
 

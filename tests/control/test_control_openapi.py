@@ -81,6 +81,16 @@ def test_bodies_are_described_in_full() -> None:
     assert (batch["items"], batch["minItems"], batch["maxItems"]) == (event, 1, 1000)
 
 
+def test_the_preference_is_described() -> None:
+    route = DOCUMENT["paths"][f"{API}/boundaries"]["post"]
+    (parameter,) = route["parameters"]
+    assert (parameter["name"], parameter["in"], parameter.get("required", False)) == ("Prefer", "header", False)
+    accepted = route["responses"]["202"]
+    assert accepted["headers"]["Preference-Applied"]["schema"]["const"] == "respond-async"
+    assert accepted["content"]["application/json"]["schema"]["$ref"].endswith("/BoundaryOutcomes")
+    assert "queued" in DOCUMENT["components"]["schemas"]["OutcomeStatus"]["enum"]
+
+
 def test_the_document_is_whole_alone_and_as_part_of_an_apps() -> None:
     of_app = send(build_known_app(), "GET", "/openapi.json").json()
     for document in (DOCUMENT, of_app):

@@ -124,6 +124,35 @@ def test_a_lost_answer_does_not_count_twice(stack: ExitStack) -> None:
     assert outcome["status"] == "duplicate"
 
 
+def test_who_does_not_wait_is_answered_at_once_and_the_servers_are_still_waited_for(stack: ExitStack) -> None:
+    engines = start_engines(stack, 2)
+    engines[1].delay_s = 1.0
+    client = start(stack, engines)
+    began = time.monotonic()
+    for number in range(5):
+        response = client.post(BOUNDARIES, json=event(number), headers={"prefer": "respond-async"})
+        assert (response.status_code, response.headers["preference-applied"]) == (202, "respond-async")
+        assert response.json()["outcomes"][0]["status"] == "queued"
+    assert time.monotonic() - began < 0.8
+    await_true(lambda: len(client.get(f"{PREFIX}/events").json()["events"]) == 5, "the outcomes are known")
+    for engine in engines:
+        assert engine.message_ids == [f"m{number}" for number in range(5)]
+        assert engine.preferences == {None}
+    shown = client.get(f"{PREFIX}/events").json()["events"]
+    assert {record["outcome"]["status"] for record in shown} == {"ignored"}
+
+
+def test_what_was_queued_is_delivered_before_a_shutdown(stack: ExitStack) -> None:
+    (engine,) = start_engines(stack, 1)
+    engine.delay_s = 0.5
+    server = stack.enter_context(FanoutServer([engine.url], options=PATIENT, drain_s=15.0))
+    with httpx.Client(base_url=server.url, timeout=30, headers={"prefer": "respond-async"}) as client:
+        for number in range(20):
+            assert client.post(BOUNDARIES, json=event(number)).status_code == 202
+    server.stop()
+    assert engine.message_ids == [f"m{number}" for number in range(20)]
+
+
 def timed_post(client: httpx.Client, body: Any) -> tuple[float, dict[str, Any]]:
     """Post one event; returns the seconds it took, and the outcome."""
     began = time.monotonic()

@@ -29,6 +29,9 @@ class FakeLifetimeServer:
         self.is_wrong: Callable[[dict[str, Any]], bool] = lambda event: False
         """Which events make their whole list a 422."""
         self.is_rejected: Callable[[dict[str, Any]], bool] = lambda event: False
+        self.is_async = False
+        """Whether it knows `Prefer: respond-async`."""
+        self.preferences: list[str | None] = []
         self.requests = 0
         self.batches: list[list[dict[str, Any]]] = []
         """Lists of events that were taken."""
@@ -48,6 +51,7 @@ class FakeLifetimeServer:
 
     async def _answer(self, request: Request) -> JSONResponse:
         self.requests += 1
+        self.preferences.append(request.headers.get("prefer"))
         body = await request.json()
         await asyncio.sleep(self.delay_s)
         status = self.statuses.pop(0) if self.statuses else 202
@@ -64,6 +68,9 @@ class FakeLifetimeServer:
         except (ValidationError, ValueError) as error:
             return JSONResponse({"detail": str(error)}, 422)
         self.batches.append(events)
+        if self.is_async:
+            queued = [{"message_id": event["message_id"], "status": "queued", "blocks": 0, "bytes": 0} for event in events]
+            return JSONResponse({"outcomes": queued}, 202, {"preference-applied": "respond-async"})
         outcomes = [
             {"message_id": event["message_id"], "status": "rejected" if self.is_rejected(event) else "accepted"}
             for event in events

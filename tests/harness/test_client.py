@@ -62,6 +62,17 @@ def test_what_is_reported_arrives(server: FakeLifetimeServer) -> None:
     assert third["spawn"]["model"] == "m"
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_no_outcome_is_waited_for_and_either_answer_is_fine(server: FakeLifetimeServer, is_async: bool) -> None:
+    server.is_async = is_async
+    with LifetimeClient(server.url) as client:
+        for turn in range(3):
+            client.boundary("turn_end", session_id="s", turn=turn)
+        assert client.flush()
+        assert client.stats == ClientStats(sent=3)
+    assert set(server.preferences) == {"respond-async"}
+
+
 def test_events_that_wait_go_as_one_list_in_order(server: FakeLifetimeServer) -> None:
     server.delay_s = 0.3
     with LifetimeClient(server.url, batch_size=50) as client:

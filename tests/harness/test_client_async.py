@@ -42,6 +42,20 @@ def test_what_is_reported_arrives_without_a_flush_and_in_order(server: FakeLifet
     assert server.requests <= 5
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_no_outcome_is_waited_for_and_either_answer_is_fine(server: FakeLifetimeServer, is_async: bool) -> None:
+    server.is_async = is_async
+
+    async def agent() -> ClientStats:
+        async with AsyncLifetimeClient(server.url) as client:
+            client.boundary("turn_end", session_id="s")
+            assert await client.flush()
+        return client.stats
+
+    assert asyncio.run(agent()) == ClientStats(sent=1)
+    assert server.preferences == ["respond-async"]
+
+
 def test_the_loop_goes_on_while_the_server_is_slow(server: FakeLifetimeServer) -> None:
     server.delay_s = 0.5
 

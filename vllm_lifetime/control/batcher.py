@@ -2,7 +2,7 @@
 """Makes one call of many: while a call is under way, what arrives waits and goes together in the next.
 
 Without it, a thousand requests per second would be a thousand interruptions of the thread that schedules. Order is kept: the
-items of a request stay together, and those of a later request come after them.
+items of a request stay together, and those of a later request come after them, whether or not anybody waits for results.
 
 Runs in the API server, on its event loop.
 """
@@ -30,9 +30,11 @@ class _Waiting(NamedTuple, Generic[Item, Result]):
     """Some items of one request, and where their results go."""
 
     items: list[Item]
-    results: asyncio.Future[list[Result]]
+    results: asyncio.Future[list[Result]] | None
+    """None if nobody waits for them."""
+
     deadline_s: float
-    """On the event loop's clock."""
+    """On the event loop's clock; of no meaning if nobody waits."""
 
 
 class Batcher(Generic[Item, Result]):
@@ -42,10 +44,20 @@ class Batcher(Generic[Item, Result]):
     """
 
     def __init__(
-        self, send: Callable[[list[Item]], Awaitable[list[Result]]], *, max_batch: int, max_waiting: int, timeout_s: float
+        self,
+        send: Callable[[list[Item]], Awaitable[list[Result]]],
+        *,
+        max_batch: int,
+        max_waiting: int,
+        timeout_s: float,
+        on_lost: Callable[[list[Item], ControlError], None] | None = None,
     ) -> None:
-        """At most `max_batch` items go in one call; at most `max_waiting` wait for theirs, and none longer than `timeout_s`."""
+        """At most `max_batch` items go in one call; at most `max_waiting` wait for theirs.
+
+        Nobody waits for results longer than `timeout_s`. `on_lost` is told of items that were `put` and could not be sent.
+        """
         self._send = send
+        self._on_lost = on_lost
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
@@ -60,25 +72,47 @@ class Batcher(Generic[Item, Result]):
 
         Raises `EngineUnavailable` when too many items wait already, `TimeoutError`, and what `send` raises.
         """
-        if self._num_waiting and self._num_waiting + len(items) > self._max_waiting:
-            raise EngineUnavailable(f"The engines do not keep up: {self._num_waiting} events wait for them already.")
+        self._check_room(len(items))
         if len(items) <= self._max_batch:
-            return await self._enqueue(items)
-        starts = range(0, len(items), self._max_batch)
-        parts = await asyncio.gather(*[self._enqueue(items[start : start + self._max_batch]) for start in starts])
+            return await self._enqueue_with_results(items)
+        parts = await asyncio.gather(*[self._enqueue_with_results(part) for part in self._split(items)])
         return [result for part in parts for result in part]
 
-    def _enqueue(self, items: list[Item]) -> asyncio.Future[list[Result]]:
+    def put(self, items: list[Item]) -> None:
+        """Have the items sent in their turn, while nobody waits for the results. Raises `EngineUnavailable` as `submit` does."""
+        self._check_room(len(items))
+        for part in self._split(items):
+            self._enqueue(_Waiting(part, None, 0.0))
+
+    async def drain(self) -> None:
+        """Return when nothing waits or is on its way."""
+        while self._sender is not None and not self._sender.done():
+            await asyncio.wait([self._sender])
+
+    def _check_room(self, count: int) -> None:
+        if self._num_waiting and self._num_waiting + count > self._max_waiting:
+            raise EngineUnavailable(f"The engines do not keep up: {self._num_waiting} events wait for them already.")
+
+    def _split(self, items: list[Item]) -> list[list[Item]]:
+        if len(items) <= self._max_batch:
+            return [items]
+        return [items[start : start + self._max_batch] for start in range(0, len(items), self._max_batch)]
+
+    def _enqueue_with_results(self, items: list[Item]) -> asyncio.Future[list[Result]]:
         loop = asyncio.get_running_loop()
-        waiting: _Waiting[Item, Result] = _Waiting(items, loop.create_future(), loop.time() + self._timeout_s)
+        results: asyncio.Future[list[Result]] = loop.create_future()
+        deadline_s = loop.time() + self._timeout_s
+        self._enqueue(_Waiting(items, results, deadline_s))
+        if self._timer is None:
+            self._timer = loop.call_at(deadline_s, self._expire)
+        return results
+
+    def _enqueue(self, waiting: _Waiting[Item, Result]) -> None:
         self._waiting.append(waiting)
-        self._num_waiting += len(items)
+        self._num_waiting += len(waiting.items)
         if self._sender is None or self._sender.done():
             # A task of its own, so that it outlives the request that came first.
             self._sender = asyncio.create_task(self._send_waiting(), name="lifetime-boundaries")
-        if self._timer is None:
-            self._timer = loop.call_at(waiting.deadline_s, self._expire)
-        return waiting.results
 
     def _expire(self) -> None:
         """Give up on what is over its deadline, and wake up at the next. One timer for all: each costs as much as an event."""
@@ -86,7 +120,7 @@ class Batcher(Generic[Item, Result]):
         now_s = loop.time()
         self._timer = None
         for waiting in chain(self._sent, self._waiting):  # in the order of their deadlines
-            if waiting.results.done():
+            if waiting.results is None or waiting.results.done():
                 continue
             if waiting.deadline_s > now_s:
                 self._timer = loop.call_at(waiting.deadline_s, self._expire)
@@ -120,14 +154,19 @@ class Batcher(Generic[Item, Result]):
         except Exception as error:
             if not isinstance(error, ControlError):
                 logger.exception("Sending %d requests failed", len(batch))
+            lost: list[Item] = []
             for waiting in batch:
-                if not waiting.results.done():
+                if waiting.results is None:
+                    lost += waiting.items
+                elif not waiting.results.done():
                     waiting.results.set_exception(_copy(error))
+            if lost and self._on_lost is not None:
+                self._on_lost(lost, _copy(error))
             return
         start = 0
         for waiting in batch:
             end = start + len(waiting.items)
-            if not waiting.results.done():
+            if waiting.results is not None and not waiting.results.done():
                 waiting.results.set_result(results[start:end])
             start = end
 

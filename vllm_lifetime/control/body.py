@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from vllm_lifetime.control.errors import BodyTooLarge, InvalidBody, describe_errors
+from vllm_lifetime.control.errors import BodyTooLarge, InvalidBody, describe_errors, find_header
 
 __all__ = ["MAX_BODY_BYTES", "parse_json", "read_body", "validate_body"]
 
@@ -25,8 +25,8 @@ async def read_body(request: Request) -> bytes:
 
     The declared length refuses early; what arrives is counted too, since a chunked body declares none.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
+    declared = find_header(request.scope, b"content-length")
+    if declared.isdigit() and int(declared[:20]) > MAX_BODY_BYTES:
         raise _too_large()
     body = bytearray()
     while True:

@@ -16,12 +16,14 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_lifetime.boundaries import MAX_BATCH, Boundary, Outcome
+from vllm_lifetime.boundaries import MAX_BATCH, Boundary, Outcome, OutcomeStatus
 from vllm_lifetime.control.auth import Guard
 from vllm_lifetime.control.body import parse_json, read_body, validate_body
 from vllm_lifetime.control.errors import Handler, answer_errors
+from vllm_lifetime.control.preference import APPLIED, prefers_async
 from vllm_lifetime.control.service import ControlService
 
 __all__ = ["DirectBoundaries", "build_endpoint", "mount", "parse_events", "quiet_access_log"]
@@ -30,6 +32,8 @@ _EVENT = TypeAdapter(Boundary)
 _BATCH = TypeAdapter(Annotated[list[Boundary], Field(min_length=1, max_length=MAX_BATCH)])
 
 _OUTCOMES = TypeAdapter(list[Outcome])
+_QUEUED = b'{"message_id":%%b,"status":"%b","blocks":0,"bytes":0}' % OutcomeStatus.QUEUED.encode()
+"""The `Outcome` of an event that is queued, for its id as JSON."""
 
 _NEEDLESS = frozenset(
     {
@@ -44,15 +48,23 @@ _NEEDLESS = frozenset(
 
 
 def build_endpoint(get_service: Callable[[], ControlService], guard: Guard) -> Handler:
-    """Return what answers a `POST /boundaries`: check the caller, read the events, apply them. It never raises."""
+    """Return what answers a `POST /boundaries`: check the caller, read the events, apply or queue them. It never raises."""
 
     async def post_boundaries(request: Request) -> Response:
         guard.check(request.scope)
         events = parse_events(await read_body(request))
-        outcomes = await get_service().apply_boundaries(events)
+        service = get_service()
         # A `BoundaryOutcomes`, written without making one.
-        body = b'{"outcomes":%b}' % _OUTCOMES.dump_json(outcomes, exclude_none=True)
-        return Response(body, HTTPStatus.ACCEPTED, media_type="application/json")
+        if prefers_async(request.scope):
+            service.queue_boundaries(events)
+            outcomes = b"[%b]" % b",".join([_QUEUED % to_json(event.message_id) for event in events])
+            headers = [APPLIED]
+        else:
+            outcomes = _OUTCOMES.dump_json(await service.apply_boundaries(events), exclude_none=True)
+            headers = []
+        response = Response(b'{"outcomes":%b}' % outcomes, HTTPStatus.ACCEPTED, media_type="application/json")
+        response.raw_headers += headers
+        return response
 
     return answer_errors(post_boundaries, guard)
 
@@ -109,13 +121,19 @@ def mount(app: FastAPI, endpoint: Handler, path: str) -> None:
 
 
 def quiet_access_log(path: str) -> None:
-    """Keep successful POSTs to `path` out of uvicorn's access log: a thousand lines a second help nobody."""
+    """Keep successful POSTs to `path` out of uvicorn's access log: a thousand lines a second help nobody.
 
-    def is_wanted(record: logging.LogRecord) -> bool:
+    Not by a filter, which is asked when the record has been made: that takes nearly as long as our part of the answer.
+    """
+    logger = logging.getLogger("uvicorn.access")
+    log = logger.info
+
+    def info(message: object, *args: object, **options: Any) -> None:
         # uvicorn: client, method, path with query, HTTP version, status.
-        match record.args:
-            case (_, "POST", str(target), _, int(status)):
-                return status >= HTTPStatus.BAD_REQUEST or not target.partition("?")[0].endswith(path)
-        return True
+        match args:
+            case (_, "POST", str(target), _, int(status)) if status < HTTPStatus.BAD_REQUEST:
+                if target.partition("?")[0].endswith(path):
+                    return
+        log(message, *args, **{"stacklevel": 2} | options)
 
-    logging.getLogger("uvicorn.access").addFilter(is_wanted)
+    logger.info = info  # type: ignore[method-assign, assignment]

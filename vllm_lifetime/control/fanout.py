@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
@@ -282,7 +283,11 @@ def build_fanout_app(
         for engine in engines:
             engine.start()
         yield
-        lost = await asyncio.gather(*(engine.aclose(drain_s) for engine in engines))
+        # What was answered `queued` may not have come to the servers' queues yet.
+        began_s = time.monotonic()
+        await service.drain(drain_s)
+        left_s = max(0.0, drain_s - (time.monotonic() - began_s))
+        lost = await asyncio.gather(*(engine.aclose(left_s) for engine in engines))
         for engine, count in zip(engines, lost, strict=True):
             if count:
                 logger.warning("not delivered to %s: %d event(s)", engine.url, count)

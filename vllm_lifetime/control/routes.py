@@ -24,6 +24,7 @@ from vllm_lifetime.control.body import MAX_BODY_BYTES, parse_json, read_body, va
 from vllm_lifetime.control.direct import build_endpoint
 from vllm_lifetime.control.errors import MAX_ERRORS, ControlRoute, DirectRoute
 from vllm_lifetime.control.openapi import BOUNDARY_RULE, describe_errors_of, json_body, schema_of
+from vllm_lifetime.control.preference import RESPOND_ASYNC
 from vllm_lifetime.control.service import ControlService
 from vllm_lifetime.control.settings import ControlSettings
 from vllm_lifetime.control.views import (
@@ -59,6 +60,23 @@ _BOUNDARIES_BODY = json_body(
         "a list": [{"message_id": "8f0e-2", "kind": "workflow_end", "workflow_id": "w-7"}],
     },
 )
+_PREFERENCE = {
+    "name": "Prefer",
+    "in": "header",
+    "schema": {"type": "string"},
+    "description": f"`{RESPOND_ASYNC}` (RFC 7240): answer when the events are queued, before the engines have acted. Each "
+    "outcome is then `queued`; what became of the event stands in `/events`. Other preferences are left alone.",
+    "example": RESPOND_ASYNC,
+}
+_ACCEPTED = {
+    "description": "An outcome for each event, or, if the caller prefers not to wait, that it is queued.",
+    "headers": {
+        "Preference-Applied": {
+            "schema": {"type": "string", "const": RESPOND_ASYNC},
+            "description": "Sent if the answer did not wait for the engines.",
+        }
+    },
+}
 _HINTS_BODY = json_body(
     schema_of(KvHintsEnvelope),
     f"vLLM's `KvHintsEnvelope` with up to {MAX_ACTIONS} actions: `kv.retain`, `kv.release`, `kv.demote`, `kv.prefetch` and "
@@ -145,8 +163,8 @@ def _add_writes(router: APIRouter, get_service: Callable[[], ControlService], gu
         status_code=HTTPStatus.ACCEPTED,
         summary="Report one boundary, or a list of them",
         response_model=BoundaryOutcomes,
-        responses=describe_errors_of(413, 415, 422, 429, 503),
-        openapi_extra=_BOUNDARIES_BODY,
+        responses=describe_errors_of(413, 415, 422, 429, 503) | {HTTPStatus.ACCEPTED.value: _ACCEPTED},
+        openapi_extra={**_BOUNDARIES_BODY, "parameters": [_PREFERENCE]},
         route_class_override=DirectRoute,
     )
 

@@ -24,17 +24,20 @@ reach it in several calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
+from prometheus_client import Counter
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from vllm_lifetime.boundaries import MAX_BATCH, Boundary, Outcome, merge_outcomes
+from vllm_lifetime.boundaries import MAX_BATCH, Boundary, Outcome, OutcomeStatus, merge_outcomes
 from vllm_lifetime.control.batcher import Batcher
-from vllm_lifetime.control.errors import EngineUnavailable, SessionUnknown
+from vllm_lifetime.control.errors import ControlError, EngineUnavailable, SessionUnknown
 from vllm_lifetime.control.event_log import EventLog
 from vllm_lifetime.control.merging import merge_health, merge_sessions, merge_tiers, page_sessions
 from vllm_lifetime.control.rate_limit import TokenBucket
@@ -116,8 +119,14 @@ class ControlService:
         self._limit = TokenBucket(settings.events_per_s, settings.events_burst)
         self._log = EventLog()
         self._boundaries = Batcher(
-            self._send_boundaries, max_batch=MAX_BATCH, max_waiting=MAX_WAITING_EVENTS, timeout_s=timeout_s
+            self._send_boundaries,
+            max_batch=MAX_BATCH,
+            max_waiting=MAX_WAITING_EVENTS,
+            timeout_s=timeout_s,
+            on_lost=self._note_lost,
         )
+        self._is_losing = False
+        self._lost_counter = _lost_counter()
         # However many look at once, an engine is interrupted by one of them at a time.
         self._reading = asyncio.Semaphore(1)
         self._hinting = asyncio.Semaphore(1)
@@ -133,6 +142,21 @@ class ControlService:
         self._limit.take(len(events))
         return await self._apply(events)
 
+    def queue_boundaries(self, events: list[Boundary]) -> None:
+        """Have the events sent to every engine, after those that came before, and return at once.
+
+        Raises as `apply_boundaries` does, but not for what becomes of them later: that stands in `read_events`.
+        """
+        self._limit.take(len(events))
+        now_s = time.time()
+        self._boundaries.put([(now_s, event) for event in events])
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until no event waits for a call to the engines, for at most `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._boundaries.drain()
+
     async def _apply(self, events: list[Boundary]) -> list[Outcome]:
         now_s = time.time()
         try:
@@ -147,7 +171,18 @@ class ControlService:
         _check_counts(by_engine, len(events), "boundaries")
         outcomes = by_engine[0] if len(by_engine) == 1 else [merge_outcomes(list(same)) for same in zip(*by_engine, strict=True)]
         self._log.add(events, outcomes)
+        self._is_losing = False
         return outcomes
+
+    def _note_lost(self, events: list[tuple[float, Boundary]], error: ControlError) -> None:
+        """Say what became of events that were `queued` when the engines could not be told: nobody else is."""
+        reason = str(error.detail)
+        self._lost_counter.inc(len(events))
+        if not self._is_losing:
+            logger.warning("lifetime: queued boundaries are lost, until the engines answer again: %s", reason)
+        self._is_losing = True
+        rejected = OutcomeStatus.REJECTED
+        self._log.add(events, [Outcome(message_id=event.message_id, status=rejected, reason=reason) for _, event in events])
 
     async def apply_hints(self, envelope: KvHintsEnvelope) -> list[HintOutcome]:
         """Carry out the actions of the envelope, in order; return the outcome of each.
@@ -260,3 +295,12 @@ def _check_counts(by_engine: list[list[Any]], expected: int, method: str) -> Non
     for outcomes in by_engine:
         if len(outcomes) != expected:
             raise EngineUnavailable(f"An engine answered {len(outcomes)} of {expected} {method}.")
+
+
+@cache
+def _lost_counter() -> Counter:
+    # Made with the first service, and not on import: vLLM removes the metrics that it finds when it makes its own.
+    return Counter(
+        "vllm:lifetime_lost_boundaries",
+        "Boundary events that were answered `queued`, and then could not be delivered to every engine.",
+    )

@@ -85,7 +85,10 @@ class _Client:
         if not (token.isascii() and token.isprintable()):
             raise ValueError(f"the token, of token=... or {TOKEN_VARIABLE}, has characters that a header cannot hold")
         self._url = f"{url}{BOUNDARIES_PATH}"
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        # Nobody here looks at outcomes. A server that does not know the preference answers when the engines have acted.
+        self._headers = {"content-type": "application/json", "prefer": "respond-async"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
         self._timeout_s = timeout_s
         self._outbox = Outbox(f"{url.scheme}://{url.netloc.decode()}{url.path.rstrip('/')}", queue_size, batch_size)
         self._closing = False
@@ -208,7 +211,10 @@ class LifetimeClient(_Client):
     _thread: threading.Thread | None = None
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Block until nothing is queued, for at most `timeout_s` seconds; return whether nothing is."""
+        """Block until the server has taken what is queued, for at most `timeout_s` seconds; return whether nothing is.
+
+        The engines act between two of their steps, which may be a little later.
+        """
         self._hurry = True
         self._outbox.notify()
         return self._outbox.wait_until_empty(timeout_s)
@@ -277,7 +283,10 @@ class AsyncLifetimeClient(_Client):
     _wake: asyncio.Event
 
     async def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until nothing is queued, for at most `timeout_s` seconds; return whether nothing is."""
+        """Wait until the server has taken what is queued, for at most `timeout_s` seconds; return whether nothing is.
+
+        The engines act between two of their steps, which may be a little later.
+        """
         deadline_s = time.monotonic() + timeout_s
         self._hurry = True
         self._start()

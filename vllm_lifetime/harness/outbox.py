@@ -52,7 +52,7 @@ class ClientStats:
     """Waiting, or on their way."""
 
     sent: int = 0
-    """Taken by the server."""
+    """Taken by the server, which tells its engines at once or, if it answers `queued`, between two of their steps."""
 
     dropped: int = 0
     """Not queued: the queue was full, or the client closed."""
