@@ -133,6 +133,7 @@ _STATUS_OF_BOUNDARY = {
     OutcomeStatus.DUPLICATE: HintStatus.DUPLICATE,
     OutcomeStatus.IGNORED: HintStatus.MISSING,
     OutcomeStatus.REJECTED: HintStatus.REJECTED,
+    OutcomeStatus.QUEUED: HintStatus.DEFERRED,
 }
 
 

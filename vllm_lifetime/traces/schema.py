@@ -17,8 +17,8 @@ DEFAULT_AGENT = "agent"
 class TraceRequest:
     """One request to the engine, and what the harness knew when it was over.
 
-    `blocks` are the ids of the whole blocks of its prompt, in prefix order, unique over the trace: two blocks are equal if and only
-    if they and all before them hold the same tokens. `after` is the index, within the session, of the request that it waits for
+    `blocks` are the ids of the whole blocks of its prompt, in prefix order, unique over the trace: two blocks are equal if and
+    only if they and all before them hold the same tokens. `after` is the index, within the session, of the request that it waits for
     (-1: the session's start); it arrives `gap_s` after that one's end and runs for `service_s`.
     """
 
@@ -45,7 +45,9 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceSession:
-    """One session: its requests in an order in which each comes after the one that it waits for. A `session_end` follows the last.
+    """One session: its requests in an order in which each comes after the one that it waits for.
+
+    A `session_end` follows the last.
 
     `names_session`: whether the engine is told to which session each request belongs.
     """
