@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_lifetime.cli import control, hooks, serve, top, version
+from vllm_lifetime.cli import control, hooks, predict, record, serve, top, version
 
 app = typer.Typer(
     name="vllm-lifetime",
@@ -22,6 +22,8 @@ serve.add_to(app)
 control.add_to(app)
 top.add_to(app)
 hooks.add_to(app)
+predict.add_to(app)
+record.add_to(app)
 version.add_to(app)
 
 

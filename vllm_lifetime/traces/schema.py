@@ -18,8 +18,8 @@ class TraceRequest:
     """One request to the engine, and what the harness knew when it was over.
 
     `blocks` are the ids of the whole blocks of its prompt, in prefix order, unique over the trace: two blocks are equal if and
-    only if they and all before them hold the same tokens. `after` is the index, within the session, of the request that it waits for
-    (-1: the session's start); it arrives `gap_s` after that one's end and runs for `service_s`.
+    only if they and all before them hold the same tokens. `after` is the index, within the session, of the request that it waits
+    for (-1: the session's start); it arrives `gap_s` after that one's end and runs for `service_s`.
     """
 
     blocks: NDArray[np.int64]

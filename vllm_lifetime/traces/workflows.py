@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which agents workflows invoked, in order: what transition predictors learn from. One reader per format.
 
-Both formats are JSON Lines, plain or `.xz`: `mapcoder` (`{"task": ..., "seq": [...]}`, as its published logs give it) and `jsonl`, our
-own (`{"task": ..., "agents": [...]}`). Other keys of a line are ignored.
+Both formats are JSON Lines, plain or `.xz`: `mapcoder` (`{"task": ..., "seq": [...]}`, as its published logs give it) and
+`jsonl`, our own (`{"task": ..., "agents": [...]}`). Other keys of a line are ignored.
 """
 
 import json
@@ -64,8 +64,8 @@ def write_workflows(path: str | Path, workflows: Sequence[AgentWorkflow]) -> Non
 
 
 def read_hidden_states(path: str | Path, workflows: Sequence[AgentWorkflow]) -> list[NDArray[np.float32]]:
-    """Read the hidden states beside a file of workflows: a `.npz` with one array `hidden`, (invocations of all workflows in the file's
-    order, hidden size), of any float type. Returns one array for each workflow. Raises `WorkflowFileError`."""
+    """Read the hidden states beside a file of workflows: a `.npz` with one array `hidden`, (invocations of all workflows in the
+    file's order, hidden size), of any float type. Returns one array for each workflow. Raises `WorkflowFileError`."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             hidden = archive["hidden"].astype(np.float32)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-lifetime replay`: the policies of the server on a trace, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vllm_lifetime.traces.schema import Trace
+
+__all__ = ["add_to", "replay", "replay_sweep"]
+
+WORKFLOWS_PER_SLOT = 4
+"""Workflows of a made-up workload for each that runs at a time, unless told otherwise."""
+
+
+PIPE_WIDTH = 140
+"""Columns where there is no terminal to ask."""
+
+NO_MATPLOTLIB = "Error: --plot needs matplotlib, which is not installed ({}). Try: pip install matplotlib"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands on `app`."""
+    app.command("replay")(replay)
+    app.command("replay-sweep")(replay_sweep)
+
+
+def replay(
+    path: Annotated[Path | None, typer.Argument(help="The trace. Not with --workload.")] = None,
+    format: Annotated[str | None, typer.Option(help="Format of the trace; see docs/traces.md.")] = None,
+    workload: Annotated[str | None, typer.Option(help="A made-up workload instead: hover, swebench or financebench.")] = None,
+    workflows: Annotated[int | None, typer.Option(min=1, help="How many workflows to make up; default: 4 x concurrency.")] = None,
+    policies: Annotated[str, typer.Option(help="Names with commas between them; see docs/replay.md.")] = "lru,lifetime,belady",
+    capacity: Annotated[
+        str, typer.Option(help="Cache sizes, as fractions of concurrency x mean final context, with commas between them.")
+    ] = "0.1,0.2,0.35,0.5,0.7",
+    concurrency: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 24,
+    idle_cap_s: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Longer pauses are cut to this.")] = 1800.0,
+    train_share: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Share of the sessions that the models learn from and that are not measured.")
+    ] = 0.0,
+    predictor: Annotated[Path | None, typer.Option(help="File of a trained predictor; by default one learns online.")] = None,
+    seed: Annotated[int, typer.Option(help="For the choice of the sessions to train with, and for made-up workloads.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit rate over capacity into this .png; needs matplotlib.")] = None,
+) -> None:
+    """Replay a trace through eviction policies and compare their hit rates. Exit code 2: something asked for cannot be."""
+    from rich.console import Console
+
+    from vllm_lifetime.prediction.predictor_file import PredictorFileError
+    from vllm_lifetime.simulate.comparison import compare, make_table, plot_rows, write_rows
+    from vllm_lifetime.simulate.policies import POLICY_NAMES
+    from vllm_lifetime.simulate.scored import Models
+    from vllm_lifetime.traces.source import TraceError
+
+    try:
+        names = _policies(policies, POLICY_NAMES)
+        fractions = [_fraction(text) for text in capacity.split(",")]
+        _check_targets(json, plot)
+        trace = _trace(path, format, workload, workflows or WORKFLOWS_PER_SLOT * concurrency, seed)
+        models = Models()
+        if predictor is not None:
+            from vllm_lifetime.prediction.serving import load_predictor
+
+            models.predictor = load_predictor(predictor)
+        rows = compare(
+            trace,
+            names,
+            fractions,
+            concurrency,
+            idle_cap_s,
+            train_share=train_share,
+            seed=seed,
+            models=models,
+        )
+        title = (
+            f"{trace.name}: {rows[0].requests:,} requests of {rows[0].sessions:,} sessions, {concurrency} at a time; "
+            "hit rate (share of the gap from lru to belady)"
+        )
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=PIPE_WIDTH)
+        console.print(title, soft_wrap=True)
+        console.print(make_table(rows))
+        if json is not None:
+            write_rows(rows, json)
+        if plot is not None:
+            plot_rows(rows, plot, trace.name)
+    except (TraceError, PredictorFileError, ValueError, OSError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except ImportError as error:
+        typer.echo(NO_MATPLOTLIB.format(error), err=True)
+        raise typer.Exit(2) from None
+
+
+def replay_sweep(
+    vary: Annotated[str, typer.Option(help="concurrency, horizon (K), gamma, predictor, noise (lambda) or rho.")],
+    values: Annotated[str, typer.Option(help="Its values, with commas between them; predictors: markov1 .. markov5, or files.")],
+    workload: Annotated[str, typer.Option(help="hover, swebench or financebench.")] = "hover",
+    policies: Annotated[str, typer.Option(help="Names with commas between them.")] = "lru,lifecycle,hierarchical,pbkv,lifetime",
+    concurrency: Annotated[int, typer.Option(min=1, help="Workflows at a time.")] = 72,
+    capacity: Annotated[float, typer.Option(help="Cache size, as a fraction of concurrency x mean final context.")] = 1.0,
+    workflows: Annotated[int | None, typer.Option(min=1, help="Workflows measured; default: 4 x concurrency.")] = None,
+    training_workflows: Annotated[int, typer.Option(min=0, help="Further workflows that the models learn from before.")] = 200,
+    seeds: Annotated[int, typer.Option(min=1, help="Workloads made up for each value.")] = 3,
+    rho: Annotated[float, typer.Option(min=0, max=1, help="Aggressive prefetch; 0: conservative.")] = 0.0,
+    processes: Annotated[int, typer.Option(min=1, help="Processes to use.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hit rates into this .png; needs matplotlib.")] = None,
+) -> None:
+    """Vary one parameter on a made-up workload, with a host tier for the policies that prefetch. Exit codes as `replay`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_lifetime.prediction.predictor_file import PredictorFileError
+    from vllm_lifetime.simulate.policies import POLICY_NAMES, Variant
+    from vllm_lifetime.simulate.sweep import Sweep, plot_sweep, sweep, write_sweep
+
+    try:
+        what = Sweep(
+            workload=_workload(workload),
+            parameter=vary,
+            values=tuple(value.strip() for value in values.split(",")),
+            policies=_policies(policies, POLICY_NAMES),
+            concurrency=concurrency,
+            capacity=_fraction(str(capacity)),
+            workflows=workflows or WORKFLOWS_PER_SLOT * concurrency,
+            training_workflows=training_workflows,
+            seeds=seeds,
+            variant=Variant(has_host=True, rho=rho),
+        )
+        _check_targets(json, plot)
+        rows = sweep(what, processes)
+        table = Table("policy", *(f"{vary} {value}" for value in what.values))
+        for policy in what.policies:
+            line = [row for row in rows if row.policy == policy]
+            table.add_row(policy, *(f"{row.hit_rate:.2%} ±{100 * row.deviation:.2f}" for row in line))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=PIPE_WIDTH)
+        console.print(f"{what.workload}: hit rate, mean and deviation over {seeds} seeds", soft_wrap=True)
+        console.print(table)
+        if json is not None:
+            write_sweep(rows, json)
+        if plot is not None:
+            plot_sweep(rows, plot)
+    except (PredictorFileError, ValueError, OSError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except ImportError as error:
+        typer.echo(NO_MATPLOTLIB.format(error), err=True)
+        raise typer.Exit(2) from None
+
+
+def _policies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown policy {name!r}; the policies are {', '.join(known)}")
+    return names
+
+
+def _check_targets(*targets: Path | None) -> None:
+    for target in targets:
+        if target is not None and not target.parent.is_dir():
+            raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name} to")
+
+
+def _workload(name: str) -> str:
+    from vllm_lifetime.traces.workload_spec import WORKLOADS
+
+    for known in WORKLOADS:
+        if name in (known, known.partition("-")[0]):
+            return known
+    raise ValueError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}")
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"a capacity must be a number above 0, as in 0.35; this is {text.strip()!r}")
+    return value
+
+
+def _trace(path: Path | None, format: str | None, workload: str | None, workflows: int, seed: int) -> Trace:
+    """Read or make up what is to be replayed. Raises ValueError, TraceError."""
+    if workload is not None:
+        if path is not None or format is not None:
+            raise ValueError("give either a trace with its --format, or a --workload")
+        from vllm_lifetime.traces.generate import generate_workload
+
+        return generate_workload(_workload(workload), workflows, seed)
+    if path is None or format is None:
+        raise ValueError("give a trace and its --format, or a --workload")
+    from vllm_lifetime.traces.read import read_trace
+
+    return read_trace(path, format)
