@@ -26,13 +26,15 @@ from hypothesis.stateful import (
 )
 
 from vllm_lifetime.pool.free_list import TierFreeList
-from vllm_lifetime.pool.nodes import RunNode
-from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Reader, Run, retired_rank
+from vllm_lifetime.pool.nodes import Bucket, RunNode
+from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, RankGroup, Reader, Run, retired_rank
 
 TIER = 1
 NUM_TIERS = 2
 SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 RANKS = (ACTIVE_RANK, (1, 0.0, -5.0), (1, 0.5, 0.0), (1, -1.0, 0.0), (0, 1), (0, 2), (0, 3))
+GROUP_RANKS = ((ACTIVE_RANK, (1, 0.1, 0.0), (1, 0.7, 0.0)), (ACTIVE_RANK, (1, -2.0, 0.0), (1, 0.2, 0.0)))
+"""Of each group; no two that differ are equal, since of equal ranks the order is by who got it first."""
 
 
 class Block:
@@ -66,6 +68,7 @@ class FreeListMachine(RuleBasedStateMachine):
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free_list: TierFreeList[Block] = TierFreeList(self.blocks, TIER)
         self.runs = [make_run() for _ in range(num_runs)]
+        self.groups = [RankGroup(NUM_TIERS) for _ in GROUP_RANKS]
         self.run_of: list[Run | None] = [None] * num_blocks
         self.time = 0
         self.front_time = 0
@@ -276,6 +279,26 @@ class FreeListMachine(RuleBasedStateMachine):
         self.free_list.set_rank(run)
         self.run_since[run] = self.tick()
 
+    @rule(number=st.integers(0, 3), group=st.integers(0, 1))
+    def join_group(self, number: int, group: int) -> None:
+        run = self.runs[number % len(self.runs)]
+        run.join_group(self.groups[group])
+        self.free_list.set_rank(run)
+        self.run_since[run] = self.tick()
+
+    @rule(group=st.integers(0, 1), rank=st.integers(0, 2))
+    def set_group_rank(self, group: int, rank: int) -> None:
+        """As `AccessTable.set_group_rank`: one by one to and from the common rank, else all at once, in the order they had."""
+        runs = self.groups[group]
+        old, runs.rank = runs.rank, GROUP_RANKS[group][rank]
+        if runs.rank is not ACTIVE_RANK:
+            self.free_list.set_group_rank(runs)
+        if ACTIVE_RANK in (old, runs.rank) and old is not runs.rank:
+            for run in self.runs:
+                if run.group is runs:
+                    self.free_list.set_rank(run)
+                    self.run_since[run] = self.tick()
+
     @precondition(lambda self: not self.held_ids())
     @rule()
     def forget_all_hashes(self) -> None:
@@ -329,7 +352,8 @@ class FreeListMachine(RuleBasedStateMachine):
     @invariant()
     def links_are_consistent(self) -> None:
         free_list = self.free_list
-        rings = [free_list._empty, *free_list._buckets.values()]
+        groups = [group.buckets[TIER] for group in self.groups]
+        rings = [free_list._empty, *free_list._buckets.values(), *(bucket for bucket in groups if isinstance(bucket, Bucket))]
         linked: list[object] = []
         for run in self.runs:
             node = run.nodes[TIER]
@@ -362,9 +386,12 @@ class FreeListMachine(RuleBasedStateMachine):
     @invariant()
     def buckets_are_queued_once(self) -> None:
         free_list = self.free_list
-        assert sorted(free_list._ranks) == sorted(b.rank for b in free_list._buckets.values() if b.is_queued)
-        for bucket in free_list._buckets.values():
-            assert bucket.is_queued or bucket.is_empty()
+        groups = [group.buckets[TIER] for group in self.groups]
+        buckets = [*free_list._buckets.values(), *(bucket for bucket in groups if isinstance(bucket, Bucket))]
+        valid = [(rank, turn, bucket) for rank, turn, bucket in free_list._queue if bucket.turn == turn]
+        assert sorted(valid) == sorted((bucket.rank, bucket.turn, bucket) for bucket in buckets if bucket.turn)
+        for bucket in buckets:
+            assert bucket.turn or bucket.is_empty()
 
 
 def test_order_is_the_documented_one() -> None:
@@ -460,7 +487,7 @@ def test_refreshing_scores_leaves_no_buckets_behind() -> None:
             run.rank = (1, 1.0 + step / 7, float(number))
             free_list.set_rank(run)
     assert len(free_list._buckets) < 200
-    assert len(free_list._ranks) < 200
+    assert len(free_list._queue) < 200
     assert [free_list.run_of[block.block_id] for block in free_list.get_all_free_blocks()] == runs
 
 

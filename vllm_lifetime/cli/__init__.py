@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_lifetime.cli import control, hooks, predict, record, serve, top, version
+from vllm_lifetime.cli import control, hooks, predict, record, replay, serve, top, version
 
 app = typer.Typer(
     name="vllm-lifetime",
@@ -24,6 +24,7 @@ top.add_to(app)
 hooks.add_to(app)
 predict.add_to(app)
 record.add_to(app)
+replay.add_to(app)
 version.add_to(app)
 
 

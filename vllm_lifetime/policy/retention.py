@@ -98,7 +98,7 @@ class RetentionTable:
             if self._num_blocks + size > self._limit and not self._recount(size, now):
                 is_whole = False
                 continue
-            run.add_reader(retention)
+            self._access.join(run, retention)
             if run.is_retired or retention.rank > run.rank:
                 self._access.set_rank(run, retention.rank)
             self._num_blocks += size

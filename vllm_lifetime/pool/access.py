@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_lifetime.pool.free_list import TierFreeList
-from vllm_lifetime.pool.runs import ACTIVE_RANK, DEMOTED_RANK, Rank, Reader, Run, retired_rank
+from vllm_lifetime.pool.runs import ACTIVE_RANK, DEMOTED_RANK, Rank, RankGroup, Reader, Run, retired_rank
 
 __all__ = ["HBM_TIER", "TIER_NAMES", "AccessTable", "Path"]
 
@@ -56,6 +56,9 @@ class AccessTable:
         self._hbm = free_lists[HBM_TIER]
         self.has_runs = False
         """Whether any request has come with metadata; until then every call here can be skipped."""
+        self.on_access_change: Callable[[Run, Reader | None], None] | None = None
+        """Called when the rank of an active run may not be what a scorer would give it: with the reader that has joined it, or
+        with None when one has left, or somebody else has given it a rank."""
 
     # ------------------------------------------------------------------ reading and writing blocks
 
@@ -138,7 +141,7 @@ class AccessTable:
         self.has_runs = True
         run = Run(index, index + 1, len(self._free_lists))
         if reader.is_live:
-            run.add_reader(reader)
+            self.join(run, reader)
         else:
             run.note_workflow(reader)
             run.rank = retired_rank(1)
@@ -154,8 +157,7 @@ class AccessTable:
 
     def _split(self, run: Run, end: int, blocks: Sequence[Any]) -> Run:
         """Cut the blocks before `end` off `run`; they form the returned run, with the same readers. `blocks` leads through it."""
-        front = run.copy_access_set(run.start, end)
-        front.is_closed = True
+        front = self._twin(run, run.start, end)
         for block in blocks[run.start : end]:
             self._move(HBM_TIER, block, run, front)
             twin = self._twin_of(block)
@@ -174,11 +176,18 @@ class AccessTable:
         start = end
         while start and self._hbm.run_of[blocks[start - 1].block_id] is run:
             start -= 1
-        own = run.copy_access_set(start, end)
-        own.is_closed = True
+        own = self._twin(run, start, end)
         for block in blocks[start:end]:
             self._hbm.set_run(block, own)
         return own
+
+    def _twin(self, run: Run, start: int, end: int) -> Run:
+        """A closed run over `[start, end)` that is read as `run` is, and whose rank is as old."""
+        twin = run.copy_access_set(start, end)
+        twin.is_closed = True
+        if self.on_access_change is not None and not twin.is_retired:
+            self.on_access_change(twin, None)
+        return twin
 
     def _move(self, tier: int, block: Any, old: Run, new: Run) -> None:
         free_list = self._free_lists[tier]
@@ -194,17 +203,59 @@ class AccessTable:
                 self.set_rank(run, ACTIVE_RANK)
             return
         if reader.is_live and reader not in run.readers:
-            run.add_reader(reader)
             if run.is_retired:
                 self.set_rank(run, ACTIVE_RANK)
+            self.join(run, reader)
+
+    def join(self, run: Run, reader: Reader) -> None:
+        """Let a live `reader` into the access set of `run`. O(1)."""
+        run.add_reader(reader)
+        if self.on_access_change is not None:
+            self.on_access_change(run, reader)
 
     def set_rank(self, run: Run, rank: Rank) -> None:
-        """Give `run` a rank in every tier. O(log buckets) per tier, whatever the run's length."""
-        if run.rank == rank:
+        """Give `run` a rank of its own in every tier. O(log buckets) per tier, whatever the run's length."""
+        if run.group is None and run.rank == rank:
             return
         run.rank = rank
         for free_list in self._free_lists:
             free_list.set_rank(run)
+        if self.on_access_change is not None and rank[0] != 0 and rank is not DEMOTED_RANK:
+            self.on_access_change(run, None)
+
+    @property
+    def num_tiers(self) -> int:
+        """Tiers, as many as `RankGroup` needs to know of."""
+        return len(self._free_lists)
+
+    def set_group(self, run: Run, group: RankGroup | None) -> None:
+        """Let `run`, which is active, have the rank of `group` in every tier, or `ACTIVE_RANK`. Costs as `set_rank`."""
+        if run.group is group:
+            return
+        if group is None:
+            run.leave_group()
+        else:
+            run.join_group(group)
+        for free_list in self._free_lists:
+            free_list.set_rank(run)
+
+    def set_group_rank(self, group: RankGroup, rank: Rank) -> None:
+        """Give the runs of `group` another active rank in every tier; of equal ranks, what gets it last goes last.
+
+        O(log buckets) per tier, whatever the number of runs; but O(r log r) to or from `ACTIVE_RANK`, where the runs stand one by
+        one, by recency, among those of which nothing is known.
+        """
+        was_common, group.rank = group.rank is ACTIVE_RANK, rank
+        is_common = rank is ACTIVE_RANK
+        if was_common and is_common:
+            return
+        if not is_common:
+            for free_list in self._free_lists:
+                free_list.set_group_rank(group)
+        if was_common or is_common:
+            for run in sorted(group.runs, key=self._last_freed):
+                for free_list in self._free_lists:
+                    free_list.set_rank(run)
 
     def end(self, reader: Reader) -> list[int]:
         """`reader` reads nothing any more: each run that nobody else may read is retired, at once, in every tier.
@@ -219,6 +270,8 @@ class AccessTable:
                 self.set_rank(run, retired_rank(run.num_workflows))
                 for tier, count in enumerate(run.num_blocks):
                     retired[tier] += count
+            elif self.on_access_change is not None:
+                self.on_access_change(run, None)
         return retired
 
     def _last_freed(self, run: Run) -> tuple[int, int]:

@@ -5,7 +5,8 @@ Order, first handed out first:
 
 1. *empty* blocks (no hash), most recently freed first: vLLM's order for blocks that cannot be hit;
 2. *buckets* by rank, lowest first (`runs.Rank`). In a bucket the least recently freed node comes first. A node is either one
-   block of no run (its request had no metadata) or one run, which hands out its free blocks deepest first.
+   block of no run (its request had no metadata) or one run, which hands out its free blocks deepest first. A rank group has a
+   bucket of its own, so that all its runs move at once; of buckets of equal rank the one that got it first goes first.
 
 Without metadata there are no runs, every block with a hash stands in the bucket `ACTIVE_RANK`, and the order is that of
 vLLM's `FreeKVCacheBlockQueue`, block by block: same calls, same order.
@@ -14,7 +15,7 @@ The list is intrusive, like vLLM's: it links the blocks' own `prev_free_block` a
 per block. One thread (the scheduler's) uses it.
 
 Costs: `append_n`, `prepend_n`, `remove`, `popleft_n` are O(1) per block; `set_rank` is O(log buckets) per run whatever the run's
-length.
+length, `set_group_rank` O(log buckets) whatever the number of runs.
 """
 
 import heapq
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from vllm_lifetime.pool.nodes import Bucket, FreeBlock, Ring, RunNode
-from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Run
+from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, RankGroup, Run
 
 __all__ = ["TierFreeList"]
 
@@ -30,7 +31,10 @@ __all__ = ["TierFreeList"]
 Block = TypeVar("Block", bound=FreeBlock)
 
 _MIN_BUCKETS = 64
-"""With fewer buckets than this it is not worth looking for empty ones."""
+"""With fewer buckets, or entries of the queue, than this it is not worth looking for those that are left over."""
+
+_Entry = tuple[Rank, int, Bucket]
+"""A bucket's place in the queue: its rank, and a number that grows from entry to entry. Valid while it is the bucket's `turn`."""
 
 
 class TierFreeList(Generic[Block]):
@@ -56,8 +60,10 @@ class TierFreeList(Generic[Block]):
         self._empty = Ring()
         self._active = Bucket(ACTIVE_RANK)
         self._buckets: dict[Rank, Bucket] = {ACTIVE_RANK: self._active}
-        self._ranks: list[Rank] = []
+        self._queue: list[_Entry] = []
+        self._num_turns = 0
         self._max_buckets = _MIN_BUCKETS
+        self._max_entries = _MIN_BUCKETS
         self._clock = 0
         # Blocks that lost their hash while free, or had none, keep their turn, as in vLLM: they are not in the empty list.
         self._unhashed_in_order: set[int] = set()
@@ -87,7 +93,9 @@ class TierFreeList(Generic[Block]):
             raise ValueError(f"{n} blocks were asked for, {self.num_free_blocks} are free")
         if n == 1 and not self.num_empty_blocks and not self._unhashed_in_order:
             # One block per 16 or so decoded tokens of each request: the commonest call by far.
-            bucket = self._active if self._ranks[0] is ACTIVE_RANK else self._lowest_bucket()
+            bucket = self._queue[0][2]
+            if bucket is not self._active:
+                bucket = self._lowest_bucket()
             node = ring = bucket.next_free_block
             if node is not bucket:
                 if isinstance(node, RunNode):
@@ -231,7 +239,7 @@ class TierFreeList(Generic[Block]):
         if node is not None:
             self._grow(node, count, place)
         self.num_free_blocks += len(blocks)
-        if not self._active.is_queued and not self._active.is_empty():
+        if not self._active.turn and not self._active.is_empty():
             self._enqueue(self._active)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:
@@ -257,9 +265,19 @@ class TierFreeList(Generic[Block]):
             return
         was_retired = node.bucket.rank[0] == 0
         self._unlink_node(node)
-        self._link_node(node, run.rank)
+        self._link_node(node)
         if was_retired != run.is_retired:
             self.num_retired_blocks += node.count if run.is_retired else -node.count
+
+    def set_group_rank(self, group: RankGroup) -> None:
+        """`group` has got another rank, and neither it nor the one before is `ACTIVE_RANK`: move its bucket there."""
+        bucket = group.buckets[self.tier]
+        if isinstance(bucket, Bucket):
+            bucket.rank = group.rank
+            if bucket.next_free_block is not bucket:
+                self._enqueue(bucket)
+            else:
+                bucket.turn = 0
 
     def last_freed(self, run: Run) -> int:
         """When a block of `run` was last given back here, as a sequence number; 0 is never."""
@@ -312,10 +330,11 @@ class TierFreeList(Generic[Block]):
                 run.remove_member(self.tier)
                 run.nodes[self.tier] = None
         self._empty.clear()
-        self._active.clear()
-        self._active.is_queued = False
+        for _, _, bucket in self._queue:
+            bucket.clear()
+            bucket.turn = 0
         self._buckets = {ACTIVE_RANK: self._active}
-        self._ranks.clear()
+        self._queue.clear()
         self._unhashed_in_order.clear()
         self.num_free_blocks = self.num_empty_blocks = self.num_retired_blocks = 0
         self.prepend_n(blocks)
@@ -343,9 +362,9 @@ class TierFreeList(Generic[Block]):
 
         Skips the empty and the retired ones without walking them. The list must not change meanwhile.
         """
-        for rank in sorted(self._buckets):
-            if rank[0] != 0:
-                yield from self._iter_bucket(self._buckets[rank])
+        for bucket in self._iter_buckets():
+            if bucket.rank[0] != 0:
+                yield from self._iter_bucket(bucket)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -356,8 +375,16 @@ class TierFreeList(Generic[Block]):
 
     def _iter_all(self) -> Iterator[Block]:
         yield from self._iter_ring(self._empty)
-        for rank in sorted(self._buckets):
-            yield from self._iter_bucket(self._buckets[rank])
+        for bucket in self._iter_buckets():
+            yield from self._iter_bucket(bucket)
+
+    def _iter_buckets(self) -> Iterator[Bucket]:
+        """The buckets that hold something, lowest rank first. O(buckets), and O(log buckets) for each one taken."""
+        queue = self._queue.copy()
+        while queue:
+            _, turn, bucket = heapq.heappop(queue)
+            if bucket.turn == turn:
+                yield bucket
 
     def _iter_bucket(self, bucket: Bucket) -> Iterator[Block]:
         node = bucket.next_free_block
@@ -398,27 +425,37 @@ class TierFreeList(Generic[Block]):
 
     def _lowest_bucket(self) -> Bucket:
         """The bucket of lowest rank that has a node; drops the empty ones it meets. O(log buckets) amortised."""
+        queue = self._queue
         while True:
-            bucket = self._buckets[self._ranks[0]]
-            if bucket.next_free_block is not bucket:
-                return bucket
-            heapq.heappop(self._ranks)
-            bucket.is_queued = False
-            if bucket is not self._active:
-                del self._buckets[bucket.rank]
+            _, turn, bucket = queue[0]
+            if bucket.turn == turn:
+                if bucket.next_free_block is not bucket:
+                    return bucket
+                self._dequeue(bucket)
+            heapq.heappop(queue)
+
+    def _dequeue(self, bucket: Bucket) -> None:
+        """An empty bucket's entry is void from now on; nobody needs a rank that no run has."""
+        bucket.turn = 0
+        if bucket is not self._active and self._buckets.get(bucket.rank) is bucket:
+            del self._buckets[bucket.rank]
 
     def _drop_empty_buckets(self) -> None:
-        """Forget ranks that runs have left (each refresh of scores makes new ones). O(buckets), but O(1) amortised."""
-        self._buckets = {bucket.rank: bucket for bucket in self._buckets.values() if not bucket.is_empty()}
-        self._ranks = list(self._buckets)
-        heapq.heapify(self._ranks)
-        self._active.is_queued = not self._active.is_empty()
-        self._buckets[ACTIVE_RANK] = self._active
+        """Forget ranks that runs have left. O(buckets), but O(1) amortised."""
+        for bucket in list(self._buckets.values()):
+            if bucket.is_empty():
+                self._dequeue(bucket)
         self._max_buckets = 2 * len(self._buckets) + _MIN_BUCKETS
 
     def _enqueue(self, bucket: Bucket) -> None:
-        bucket.is_queued = True
-        heapq.heappush(self._ranks, bucket.rank)
+        """Give `bucket` a place in the queue by its rank, behind those that have the same; an entry that it had is void."""
+        if len(self._queue) >= self._max_entries:
+            self._queue = [entry for entry in self._queue if entry[2].turn == entry[1]]
+            heapq.heapify(self._queue)
+            self._max_entries = 2 * len(self._queue) + _MIN_BUCKETS
+        self._num_turns += 1
+        bucket.turn = self._num_turns
+        heapq.heappush(self._queue, (bucket.rank, bucket.turn, bucket))
 
     def _node_of(self, run: Run) -> RunNode:
         node = run.nodes[self.tier]
@@ -430,14 +467,13 @@ class TierFreeList(Generic[Block]):
         """`count` blocks have come to `node`'s chain, `last` as the last: it is the most recently freed of its bucket now."""
         node.hint = last
         node.count += count
-        rank = node.run.rank
-        if rank[0] == 0:
+        if node.run.is_retired:
             self.num_retired_blocks += count
         self._clock += 1
         node.last_freed = self._clock
         bucket = node.bucket
         if bucket is None:
-            self._link_node(node, rank)
+            self._link_node(node)
         elif bucket.prev_free_block is not node:
             before, after, newest = node.prev_free_block, node.next_free_block, bucket.prev_free_block
             before.next_free_block = after
@@ -470,19 +506,31 @@ class TierFreeList(Generic[Block]):
         if node.count == 0:
             self._unlink_node(node)
 
-    def _link_node(self, node: RunNode, rank: Rank) -> None:
+    def _bucket_of(self, run: Run) -> Bucket:
+        """Where `run` stands: in its group's bucket, or in that of its rank."""
+        group = run.group
+        rank = run.rank
+        if group is not None and rank is not ACTIVE_RANK:
+            own = group.buckets[self.tier]
+            if not isinstance(own, Bucket):
+                own = group.buckets[self.tier] = Bucket(rank)
+            return own
         bucket = self._buckets.get(rank)
         if bucket is None:
             if len(self._buckets) >= self._max_buckets:
                 self._drop_empty_buckets()
             bucket = self._buckets[rank] = Bucket(rank)
+        return bucket
+
+    def _link_node(self, node: RunNode) -> None:
+        bucket = self._bucket_of(node.run)
         last = bucket.prev_free_block
         node.prev_free_block = last
         node.next_free_block = bucket
         last.next_free_block = node
         bucket.prev_free_block = node
         node.bucket = bucket
-        if not bucket.is_queued:
+        if not bucket.turn:
             self._enqueue(bucket)
 
     @staticmethod

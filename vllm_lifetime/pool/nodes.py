@@ -44,14 +44,17 @@ class Ring:
 
 
 class Bucket(Ring):
-    """All nodes of one rank, least recently freed first."""
+    """All nodes of one rank, or of one rank group, least recently freed first.
 
-    __slots__ = ("is_queued", "rank")
+    `turn` is the number of its valid entry in the queue of buckets; 0 while it is in none.
+    """
+
+    __slots__ = ("rank", "turn")
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
         self.rank = rank
-        self.is_queued = False
+        self.turn = 0
 
 
 class RunNode(Ring):

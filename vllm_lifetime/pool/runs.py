@@ -7,7 +7,7 @@ workflow has runs, not as many as it has blocks.
 All of this lives in the scheduler process, on its one thread.
 """
 
-__all__ = ["ACTIVE_RANK", "DEMOTED_RANK", "MAX_COUNTED_WORKFLOWS", "Rank", "Reader", "Run", "retired_rank"]
+__all__ = ["ACTIVE_RANK", "DEMOTED_RANK", "MAX_COUNTED_WORKFLOWS", "Rank", "RankGroup", "Reader", "Run", "retired_rank"]
 
 MAX_COUNTED_WORKFLOWS = 64
 """A run counts the workflows that ever read it up to here; what so many share is last of the retired in any case."""
@@ -28,6 +28,21 @@ def retired_rank(num_workflows: int) -> Rank:
     PBKV section 4.2.1: retired cache goes first, and a prefix that many workflows shared is kept longest.
     """
     return (0, num_workflows)
+
+
+class RankGroup:
+    """Runs that always have the same rank, since the same agents read them: they move together, whatever their number.
+
+    `rank` is an active one, see `AccessTable.set_group_rank`. `buckets[tier]` is the group's place in that tier's order; while
+    its rank is `ACTIVE_RANK`, its runs stand among the others of that rank instead.
+    """
+
+    __slots__ = ("buckets", "rank", "runs")
+
+    def __init__(self, num_tiers: int) -> None:
+        self.rank: Rank = ACTIVE_RANK
+        self.runs: set[Run] = set()
+        self.buckets: list[object | None] = [None] * num_tiers
 
 
 class Reader:
@@ -62,15 +77,17 @@ class Run:
 
     `num_blocks[tier]` counts its members there, held or free; the same block may have a copy in several tiers.
     `nodes[tier]` is its place in that tier's free list (made on first use by `TierFreeList`).
+    `group`: whose rank it has; None: its own.
     """
 
     __slots__ = (
+        "_rank",
         "end",
+        "group",
         "has_unknown_reader",
         "is_closed",
         "nodes",
         "num_blocks",
-        "rank",
         "readers",
         "start",
         "workflows",
@@ -83,9 +100,34 @@ class Run:
         self.has_unknown_reader = False
         self.is_closed = False
         self.workflows: set[str] = set()
-        self.rank: Rank = ACTIVE_RANK
+        self._rank: Rank = ACTIVE_RANK
+        self.group: RankGroup | None = None
         self.num_blocks = [0] * num_tiers
         self.nodes: list[object | None] = [None] * num_tiers
+
+    @property
+    def rank(self) -> Rank:
+        """Its eviction rank, or its group's. To be given one of its own takes it out of its group."""
+        group = self.group
+        return self._rank if group is None else group.rank
+
+    @rank.setter
+    def rank(self, rank: Rank) -> None:
+        self.leave_group()
+        self._rank = rank
+
+    def join_group(self, group: RankGroup) -> None:
+        """Have the rank of `group` from now on. O(1)."""
+        self.leave_group()
+        self.group = group
+        group.runs.add(self)
+
+    def leave_group(self) -> None:
+        """Have a rank of its own, `ACTIVE_RANK` if it had its group's. O(1)."""
+        if self.group is not None:
+            self.group.runs.discard(self)
+            self.group = None
+            self._rank = ACTIVE_RANK
 
     @property
     def num_workflows(self) -> int:
@@ -95,7 +137,7 @@ class Run:
     @property
     def is_retired(self) -> bool:
         """Whether no active workflow can read it."""
-        return self.rank[0] == 0
+        return self.group is None and self._rank[0] == 0
 
     def is_private_to(self, reader: Reader) -> bool:
         """Whether `reader` is the only one who may read it (nobody any more, if `reader` has ended)."""
@@ -133,11 +175,13 @@ class Run:
         return not self.readers and not self.has_unknown_reader
 
     def copy_access_set(self, start: int, end: int) -> "Run":
-        """A run over `[start, end)` with the same readers and rank, and no members yet."""
+        """A run over `[start, end)` with the same readers, rank and group, and no members yet."""
         twin = Run(start, end, len(self.num_blocks))
         twin.has_unknown_reader = self.has_unknown_reader
         twin.workflows = set(self.workflows)
-        twin.rank = self.rank
+        twin._rank = self._rank
+        if self.group is not None:
+            twin.join_group(self.group)
         for reader in self.readers:
             twin.readers.add(reader)
             reader.runs.add(twin)
@@ -148,9 +192,10 @@ class Run:
         self.num_blocks[tier] += 1
 
     def remove_member(self, tier: int) -> None:
-        """Count one block less in `tier`; the run leaves its readers with its last block."""
+        """Count one block less in `tier`; the run leaves its readers and its group with its last block."""
         self.num_blocks[tier] -= 1
         if self.num_blocks[tier] == 0 and not any(self.num_blocks):
+            self.leave_group()
             readers, self.readers = self.readers, set()
             for reader in readers:
                 reader.runs.discard(self)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies side by side on one trace: the rows of `vllm-lifetime replay`, as JSON, a table and a plot."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_lifetime.simulate.policies import BELADY, replay_policy, train
+from vllm_lifetime.simulate.schedule import make_schedule, mean_final_context_blocks, split_trace
+from vllm_lifetime.simulate.scored import Models
+from vllm_lifetime.traces.schema import Trace
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["LRU", "ReplayRow", "compare", "gap_closed", "make_table", "plot_rows", "write_rows"]
+
+LRU = "lru"
+
+
+@dataclass(frozen=True)
+class ReplayRow:
+    """One policy at one capacity.
+
+    `hit_rate` is the share of the prompts' blocks that were hit, `gap_closed` (policy - lru) / (belady - lru), None where the two
+    are the same. `overcommitted_requests` had to be given blocks beyond the capacity.
+    """
+
+    policy: str
+    capacity_fraction: float
+    capacity_blocks: int
+    hit_rate: float
+    gap_closed: float | None
+    sessions: int
+    requests: int
+    overcommitted_requests: int
+    seed: int
+
+
+def gap_closed(hit_rate: float, lru: float, belady: float) -> float | None:
+    """How much of what could be gained over LRU a policy gains; None if nothing could."""
+    return (hit_rate - lru) / (belady - lru) if belady > lru else None
+
+
+def compare(
+    trace: Trace,
+    policies: Sequence[str],
+    capacity_fractions: Sequence[float],
+    concurrency: int,
+    idle_cap_s: float = float("inf"),
+    *,
+    train_share: float = 0.0,
+    seed: int = 0,
+    models: Models | None = None,
+    report: Callable[[ReplayRow], None] = lambda row: None,
+) -> list[ReplayRow]:
+    """Replay `trace` with each policy at each capacity, and with LRU and Belady, which the others are measured by.
+
+    A capacity is a fraction of concurrency x the mean over the measured sessions of their longest prompt. With a `train_share`,
+    the sessions are shuffled by `seed`, the first so many train the models, and the rest is measured; else all are, in their
+    order. `report` gets each row of `policies` as it is ready.
+
+    Raises:
+        ValueError: unknown policy, nothing to measure, a capacity below one block, or as `make_schedule`.
+
+    """
+    models = Models() if models is None else models
+    if train_share:
+        training, trace = split_trace(trace, train_share, seed)
+        models = train(make_schedule(training, concurrency, idle_cap_s), models)
+    schedule = make_schedule(trace, concurrency, idle_cap_s)
+    if not schedule.num_accesses:
+        raise ValueError("no session is left to measure with")
+    whole = concurrency * mean_final_context_blocks(trace)
+    rows: list[ReplayRow] = []
+    for fraction in capacity_fractions:
+        capacity_blocks = int(fraction * whole)
+        if capacity_blocks < 1:
+            raise ValueError(f"capacity {fraction:g} of {whole:.0f} blocks is less than one block")
+        bounds = {name: replay_policy(schedule, name, capacity_blocks) for name in (LRU, BELADY)}
+        for name in policies:
+            result = bounds[name] if name in bounds else replay_policy(schedule, name, capacity_blocks, models)
+            row = ReplayRow(
+                policy=name,
+                capacity_fraction=fraction,
+                capacity_blocks=capacity_blocks,
+                hit_rate=result.hit_rate,
+                gap_closed=gap_closed(result.hit_rate, bounds[LRU].hit_rate, bounds[BELADY].hit_rate),
+                sessions=result.sessions,
+                requests=result.requests,
+                overcommitted_requests=result.overcommitted_requests,
+                seed=seed,
+            )
+            report(row)
+            rows.append(row)
+    return rows
+
+
+def write_rows(rows: Iterable[ReplayRow], path: Path) -> None:
+    """Write the rows as a JSON list. Raises OSError."""
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def make_table(rows: Sequence[ReplayRow]) -> "Table":
+    """Hit rate, and share of the gap closed, of each policy (down) at each capacity (across)."""
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("policy")
+    capacities = sorted({(row.capacity_fraction, row.capacity_blocks) for row in rows})
+    for fraction, blocks in capacities:
+        table.add_column(f"{fraction:g}\n{blocks:,} blocks", justify="right", no_wrap=True)
+    for policy in dict.fromkeys(row.policy for row in rows):
+        cells = {row.capacity_fraction: _cell(row) for row in rows if row.policy == policy}
+        table.add_row(policy, *(cells.get(fraction, "-") for fraction, _ in capacities))
+    return table
+
+
+def _cell(row: ReplayRow) -> str:
+    share = "-" if row.gap_closed is None else f"{row.gap_closed:.0%}"
+    return f"{row.hit_rate:.2%} ({share})"
+
+
+def plot_rows(rows: Sequence[ReplayRow], path: Path, title: str) -> None:
+    """Draw hit rate over capacity, a line per policy, into an image file.
+
+    Raises ImportError without matplotlib, OSError, ValueError.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(row.policy for row in rows):
+        line = sorted((row for row in rows if row.policy == policy), key=lambda row: row.capacity_fraction)
+        style = "--" if policy in (LRU, BELADY) else "-"
+        axes.plot([row.capacity_fraction for row in line], [100 * row.hit_rate for row in line], style, marker="o", label=policy)
+    axes.set_xlabel("capacity (fraction of concurrency x mean final context)")
+    axes.set_ylabel("hit rate (%)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
