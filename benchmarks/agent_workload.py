@@ -56,8 +56,8 @@ TEAM = (
 )
 #: Long workflows that resolve issues, beside short questions about one document each.
 LANES = (
-    Lane("issue", 12, 5, "planner", (500, 900)),
-    Lane("question", 90, 3, "helper", (600, 1200)),
+    Lane("issue", 16, 8, "planner", (500, 900)),
+    Lane("question", 36, 3, "helper", (600, 1200)),
 )
 
 
@@ -274,7 +274,35 @@ def _lifecycle(pool: _Pool) -> int:
     return best
 
 
-POLICIES: dict[str, Victim] = {"lru": _lru, "lifecycle": _lifecycle}
+def _lookahead(pool: _Pool) -> int:
+    """As `_lifecycle`; but of live blocks the one that is least likely to be read soon, then least recently freed."""
+    block = _lifecycle(pool)
+    if block not in pool.key_of or pool.readers[pool.key_of[block]].isdisjoint(pool.active):
+        return block
+    # `min` takes the first of equals.
+    return min(pool.free, key=lambda block: pool.score(pool.key_of[block]))
+
+
+POLICIES: dict[str, Victim] = {"lru": _lru, "lifecycle": _lifecycle, "lookahead": _lookahead}
+HORIZON, GAMMA = 3, 0.7
+
+
+def lookahead_values(config: WorkloadConfig, agent: str) -> dict[str, float]:
+    """What each agent's blocks are worth to a workflow that has just called `agent`: PBKV's equation 2, with the transition table
+    for a forecast, so as good as a forecast can be.
+    """
+    values: dict[str, float] = {}
+    reached = {agent: 1.0}
+    for step in range(HORIZON):
+        after: dict[str, float] = {}
+        for name, chance in reached.items():
+            for successor, weight in config.agent(name).successors:
+                if successor != END:
+                    after[successor] = after.get(successor, 0.0) + chance * weight
+        for name, chance in after.items():
+            values[name] = values.get(name, 0.0) + GAMMA**step * chance
+        reached = after
+    return values
 
 
 class _Pool:
@@ -286,8 +314,14 @@ class _Pool:
         self.block_of: dict[int, int] = {}
         self.key_of: dict[int, int] = {}
         self.readers: dict[int, set[str]] = {}
+        self.agents: dict[int, set[tuple[str, str]]] = {}
         self.active: set[str] = set()
+        self.values: dict[str, dict[str, float]] = {}
         self._victim = victim
+
+    def score(self, key: int) -> float:
+        """What the block of `key` is worth, over the live workflows whose agents have read it."""
+        return sum(self.values[w].get(agent, 0.0) for w, agent in self.agents[key] if w in self.active)
 
     def hits(self, keys: Iterable[int]) -> list[int]:
         found = []
@@ -297,11 +331,12 @@ class _Pool:
             found.append(self.block_of[key])
         return found
 
-    def touch(self, blocks: Iterable[int], reader: str) -> None:
+    def touch(self, blocks: Iterable[int], reader: str, agent: str) -> None:
         for block in blocks:
             self.references[block] += 1
             self.free.pop(block, None)
             self.readers[self.key_of[block]].add(reader)
+            self.agents[self.key_of[block]].add((reader, agent))
 
     def allocate(self) -> int:
         if not self.free:
@@ -310,15 +345,17 @@ class _Pool:
         del self.free[block]
         key = self.key_of.pop(block, None)
         if key is not None:
-            del self.block_of[key], self.readers[key]
+            del self.block_of[key], self.readers[key], self.agents[key]
         self.references[block] = 1
         return block
 
-    def fill(self, block: int, key: int, reader: str) -> None:
+    def fill(self, block: int, key: int, reader: str, agent: str) -> None:
         if key not in self.block_of:  # else a duplicate, which vLLM leaves unhashed
             self.block_of[key], self.key_of[block], self.readers[key] = block, key, {reader}
+            self.agents[key] = {(reader, agent)}
         else:
             self.readers[key].add(reader)
+            self.agents[key].add((reader, agent))
 
     def release(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):
@@ -393,7 +430,7 @@ def replay(workload: Workload, engine: Engine, policy: str) -> ReplayResult:
         for _ in range(-(-(request.computed + tokens) // size) - len(request.blocks)):
             request.blocks.append(pool.allocate())
         for i in range(request.computed // size, (request.computed + tokens) // size):
-            pool.fill(request.blocks[i], request.keys[i], reader)
+            pool.fill(request.blocks[i], request.keys[i], reader, request.call.agent)
         request.computed += tokens
 
     for lane in workload.config.lanes:
@@ -420,7 +457,8 @@ def replay(workload: Workload, engine: Engine, policy: str) -> ReplayResult:
             request = waiting.pop(0)
             # the last token is always computed, for its logits
             hit = pool.hits(request.keys[: (request.prompt_tokens - 1) // size])
-            pool.touch(hit, request.workflow.workflow_id)
+            pool.values[request.workflow.workflow_id] = lookahead_values(workload.config, request.call.agent)
+            pool.touch(hit, request.workflow.workflow_id, request.call.agent)
             request.blocks, request.computed = list(hit), len(hit) * size
             result.prompt_tokens += request.prompt_tokens
             result.cached_tokens += request.computed

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: one multi-agent workload against stock vLLM and against ``--kv-connector lifetime``.
 
-Both servers get the same model, the same number of KV blocks, the same environment and the same
-requests, one after the other. Only the second is told when a workflow ends.
+All servers get the same model, the same number of KV blocks, the same environment and the same
+requests, one after the other. Those with the connector are told when a workflow ends; `lifecycle`
+evicts by that alone, `lifetime` (the default) also by who is called next and when, and prefetches.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from benchmarks.report import (
 )
 from benchmarks.server import ServerError, VllmServer
 
-RUNS = ("vllm", "lifetime")
+RUNS = ("vllm", "lifecycle", "lifetime")
 REQUEST_TIMEOUT_S = 120.0
 WARM_UP = "warm-up"
 FAILURES = (OpenAIError, httpx.HTTPError, ServerError)
@@ -63,7 +64,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Settings:
-    """What both servers are started with."""
+    """What the servers are started with."""
 
     model_layers: int = 4
     model_hidden: int = 384
@@ -92,21 +93,26 @@ class Settings:
     def server_env(self) -> dict[str, str]:
         """The environment of `vllm serve`.
 
-        The CPU backend reserves one more core when it sees a connector, which would leave the
-        second run fewer threads than the first; the first variable makes both reserve one.
+        The CPU backend reserves one more core when it sees a connector, which would leave those
+        runs fewer threads than the first; the first variable makes all of them reserve one.
         """
         return {
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
         }
 
-    def connector(self, model: Path, flash: Path) -> dict[str, Any]:
-        """The options of the lifetime connector: host memory of the size of HBM, twice as much flash."""
+    def connector(self, name: str, model: Path, flash: Path) -> dict[str, Any]:
+        """The options of the lifetime connector for the run called `name`.
+
+        Host memory of an eighth of HBM and flash of a quarter: all together less than what the live workflows
+        read, so that it matters what is kept.
+        """
         config = json.loads((model / "config.json").read_text())
         element = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
         token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
         hbm = self.blocks * self.block_size * token * config["head_dim"] * element
-        return {"host_bytes": hbm, "flash_path": str(flash), "flash_bytes": 2 * hbm}
+        tiers = {"host_bytes": hbm // 8, "flash_path": str(flash), "flash_bytes": hbm // 4}
+        return {"eviction_policy": name, **tiers}
 
 
 class Driver:
@@ -131,10 +137,12 @@ class Driver:
 
     async def drive(self) -> None:
         """Warm up, then run everything and fill in the run's record."""
-        limits = httpx.Limits(max_connections=100)
+        # The server closes a connection that is idle for 5 s: none may be used again just then.
+        limits = httpx.Limits(max_connections=100, keepalive_expiry=1.0)
         async with (
             httpx.AsyncClient(base_url=self._server.base_url, timeout=30.0, limits=limits) as control,
-            self._server.async_openai(timeout=REQUEST_TIMEOUT_S) as client,
+            httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as http,
+            self._server.async_openai(timeout=REQUEST_TIMEOUT_S, http_client=http) as client,
         ):
             await self._warm_up(client, control)
             before = self._server.metrics()
@@ -218,7 +226,7 @@ class Driver:
 
     async def _end(self, control: httpx.AsyncClient, workflow_id: str) -> None:
         """Tell the lifetime connector that a workflow has ended."""
-        if self._run.name != "lifetime" or not self._with_hints:
+        if self._run.name == "vllm" or not self._with_hints:
             return
         response = await control.post(
             "/lifetime/v1/boundaries",
@@ -251,7 +259,7 @@ def run_one(name: str, workload: Workload, settings: Settings, model: Path, out:
         log_path=out / f"demo-{name}.log",
         args=settings.server_args(),
         env=settings.server_env(),
-        connector=settings.connector(model, flash) if name == "lifetime" else None,
+        connector=settings.connector(name, model, flash) if name != "vllm" else None,
     )
     run = RunRecord(name)
     try:
@@ -329,12 +337,12 @@ def main(
     concurrency: Annotated[int | None, typer.Option(help="Workflows at a time.", min=2)] = None,
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("build"),
-    only: Annotated[str | None, typer.Option(help="Run one server: vllm or lifetime.")] = None,
-    blocks: Annotated[int, typer.Option(help="KV blocks of both servers.")] = Settings.blocks,
+    only: Annotated[str | None, typer.Option(help="Run one server: vllm, lifecycle or lifetime.")] = None,
+    blocks: Annotated[int, typer.Option(help="KV blocks of every server.")] = Settings.blocks,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = Settings.dtype,
     dry: Annotated[bool, typer.Option("--dry-run", help="Simulate; start no server.")] = False,
 ) -> None:
-    """Run the same multi-agent workload on stock vLLM and on vLLM with the lifetime connector."""
+    """Run the same multi-agent workload on stock vLLM and on vLLM with the lifetime connector, without and with its scorer."""
     if only is not None and only not in RUNS:
         raise typer.BadParameter(f"--only must be one of {', '.join(RUNS)}")
     settings = Settings(blocks=blocks, dtype=dtype)

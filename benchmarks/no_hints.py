@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.agent_workload import WorkloadConfig, generate
-from benchmarks.demo import RUNS, Driver, Settings, lanes
+from benchmarks.demo import Driver, Settings, lanes
 from benchmarks.report import RunRecord
 from benchmarks.server import ServerError, VllmServer
 
 console = Console()
+RUNS = ("vllm", "lifetime")
 MEASURES = ("hit_rate", "ttft_s", "workflow_latency_s", "wall_s")
 
 

@@ -157,25 +157,32 @@ def usage_disagrees(run: RunRecord) -> str | None:
 
 
 def build_report(workload: dict[str, Any], runs: Sequence[RunRecord], extra: dict[str, Any]) -> dict[str, Any]:
-    """The report; `extra` goes beside its own keys. With one run there is nothing to compare."""
+    """The report; `extra` goes beside its own keys. With one run there is nothing to compare.
+
+    `ratios` is how much better `lifetime` is than `vllm`, `ratios_over_lifecycle` than eviction by lifecycle alone;
+    `tokens_identical` is about all runs.
+    """
     summaries = {run.name: run.summary() for run in runs}
     report: dict[str, Any] = {
         "workload": workload,
         "runs": [run.summary() for run in runs],
         "tokens_identical": None,
         "ratios": None,
+        "ratios_over_lifecycle": None,
     }
-    if {"vllm", "lifetime"} <= summaries.keys():
-        by_name = {run.name: run for run in runs}
-        stock, ours = by_name["vllm"], by_name["lifetime"]
-        difference = first_difference(stock, ours)
-        report["tokens_identical"] = difference is None
-        report["ratios"] = ratios(summaries["vllm"], summaries["lifetime"])
+    if len(runs) > 1:
+        stock, *others = runs
+        differences = [difference for run in others if (difference := first_difference(stock, run)) is not None]
+        report["tokens_identical"] = not differences
         extra = {
             **extra,
-            "first_difference": difference,
-            "differing_requests": differing_requests(stock, ours),
+            "first_difference": differences[0] if differences else None,
+            "differing_requests": sum(differing_requests(stock, run) for run in others),
         }
+    if {"vllm", "lifetime"} <= summaries.keys():
+        report["ratios"] = ratios(summaries["vllm"], summaries["lifetime"])
+    if {"lifecycle", "lifetime"} <= summaries.keys():
+        report["ratios_over_lifecycle"] = ratios(summaries["lifecycle"], summaries["lifetime"])
     extra = {
         **extra,
         "engine": {run.name: run.engine for run in runs},
@@ -213,31 +220,33 @@ _ROWS = (
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The runs side by side, with how much better the second is."""
+    """The runs side by side, with how much better the last is than each of the others."""
     runs = report["runs"]
     result = Table(title="Same workload, same number of KV blocks")
     result.add_column("")
     for run in runs:
         result.add_column(run["name"], justify="right")
-    if len(runs) == 2:
-        result.add_column("better by", justify="right", style="bold")
+    for run in runs[:-1]:
+        title = "better by" if len(runs) == 2 else f"{runs[-1]['name']} / {run['name']}"
+        result.add_column(title, justify="right", style="bold")
     for title, key, form, higher_is_better in _ROWS:
-        cells = [form.format(run[key]) for run in runs]
-        if len(runs) == 2:
-            a, b = (run[key] for run in runs)
-            ratio = None if higher_is_better is None else _ratio(*(b, a) if higher_is_better else (a, b))
-            cells.append("" if ratio is None else f"{ratio:.2f}x")
-        result.add_row(title, *cells)
-    wall = [f"{report['wall_s'][run['name']]:.1f} s" for run in runs]
-    if len(runs) == 2:
-        a, b = (report["wall_s"][run["name"]] for run in runs)
-        ratio = _ratio(a, b)
-        wall.append("" if ratio is None else f"{ratio:.2f}x")
-    result.add_row("whole run", *wall)
+        values = [run[key] for run in runs]
+        result.add_row(title, *(form.format(value) for value in values), *_better_by(values, higher_is_better))
+    wall = [report["wall_s"][run["name"]] for run in runs]
+    result.add_row("whole run", *(f"{seconds:.1f} s" for seconds in wall), *_better_by(wall, False))
     return result
 
 
-_COLORS = {"vllm": "#8a8f98", "lifetime": "#1f77b4"}
+def _better_by(values: Sequence[float], higher_is_better: bool | None) -> list[str]:
+    """How much better the last value is than each of the others."""
+    *others, last = values
+    if higher_is_better is None:
+        return [""] * len(others)
+    found = [_ratio(last, other) if higher_is_better else _ratio(other, last) for other in others]
+    return ["" if ratio is None else f"{ratio:.2f}x" for ratio in found]
+
+
+_COLORS = {"vllm": "#8a8f98", "lifecycle": "#9ecae1", "lifetime": "#1f77b4"}
 _WINDOW = 30
 
 

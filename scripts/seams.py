@@ -452,10 +452,93 @@ _NAMING_GROUP = [
     ),
 ]
 
+_V1_RUNNER = "v1/worker/gpu_model_runner.py"
+_V2_RUNNER = "v1/worker/gpu/model_runner.py"
+_WITHOUT_STATES = "hidden states are off, with a warning; the predictor does without them"
+
+_HIDDEN_STATE_GROUP = [
+    Seam(
+        "v1/worker/gpu_worker.py",
+        "the runner gets its KV cache right after the connector is built",
+        Use.READ,
+        pattern=r"^        ensure_kv_transfer_initialized\(self\.vllm_config, kv_cache_config\)$"
+        r"[\s\S]*self\.model_runner\.initialize_kv_cache\($",
+        without=_WITHOUT_STATES,
+    ),
+    *[
+        Seam(
+            path,
+            "GPUModelRunner.initialize_kv_cache",
+            Use.REPLACE,
+            ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+            without="the patch passes on whatever arguments it is given",
+        )
+        for path in (_V1_RUNNER, _V2_RUNNER)
+    ],
+    Seam(
+        _V1_RUNNER,
+        "GPUModelRunner.execute_model",
+        Use.REPLACE,
+        ("scheduler_output", "intermediate_tensors"),
+        without="the patch passes on whatever arguments it is given",
+    ),
+    Seam(
+        _V1_RUNNER,
+        "logits are computed from the hidden states that execute_model leaves",
+        Use.READ,
+        pattern=r"sample_hidden_states = hidden_states\[logits_indices\]\n"
+        r"\s+logits = self\.model\.compute_logits\(sample_hidden_states\)"
+        r"[\s\S]*self\.execute_model_state = ExecuteModelState\([^)]*?hidden_states,",
+        without=_WITHOUT_STATES,
+    ),
+    Seam(
+        _V1_RUNNER,
+        "query_start_loc.np, the step's first row of each request",
+        Use.READ,
+        pattern=r"self\.query_start_loc\.np\[1 : num_reqs \+ 1\] = cu_num_tokens",
+        without=_WITHOUT_STATES,
+    ),
+    *[
+        Seam(path, name, Use.READ, without=_WITHOUT_STATES)
+        for path, names in (
+            (_V1_RUNNER, ("ExecuteModelState.hidden_states",)),
+            (
+                "v1/worker/gpu_input_batch.py",
+                (
+                    "InputBatch.num_reqs",
+                    "InputBatch.req_ids",
+                    "InputBatch.num_computed_tokens_cpu",
+                    "InputBatch.num_prompt_tokens",
+                ),
+            ),
+            (
+                "v1/worker/gpu/input_batch.py",
+                (
+                    "InputBatch.num_reqs",
+                    "InputBatch.req_ids",
+                    "InputBatch.idx_mapping_np",
+                    "InputBatch.num_computed_prefill_tokens_np",
+                    "InputBatch.query_start_loc_np",
+                ),
+            ),
+            ("v1/worker/gpu/states.py", ("RequestState.prompt_len",)),
+        )
+        for name in names
+    ],
+    Seam(
+        _V2_RUNNER,
+        "GPUModelRunner.sample",
+        Use.REPLACE,
+        ("hidden_states", "input_batch", "grammar_output"),
+        without=_WITHOUT_STATES,
+    ),
+]
+
 GROUPS: dict[str, list[Seam]] = {
     "Connector": _KVCONNECTOR_GROUP,
     "Block pool": _BLOCK_POOL_GROUP,
     "Copies": _COPIES_GROUP,
     "Start and control": _CONTROL_GROUP,
     "Request naming": _NAMING_GROUP,
+    "Hidden states": _HIDDEN_STATE_GROUP,
 }

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_lifetime.pool.access import HBM_TIER
 from vllm_lifetime.pool.free_list import TierFreeList
+from vllm_lifetime.pool.runs import Run
 
 __all__ = ["LifetimeBlockPool", "PoolListener"]
 
@@ -32,6 +33,9 @@ class PoolListener(Protocol):
     def on_prefix_cache_reset(self) -> None:
         """Every hash of HBM is gone; the tiers below must follow (R25)."""
 
+    def on_lent_blocks_needed(self) -> None:
+        """The free list does not suffice: lent blocks must be given back with `LifetimeBlockPool.take_back`, now."""
+
 
 class LifetimeBlockPool(BlockPool):
     """`BlockPool` whose `free_block_queue` is a `TierFreeList`.
@@ -47,6 +51,8 @@ class LifetimeBlockPool(BlockPool):
         self.free_list.remove(self.null_block)
         self.free_block_queue = self.free_list  # type: ignore[assignment]
         self._run_of = self.free_list.run_of
+        self.num_lent = 0
+        """Blocks out of the free list that count as free, because they come back whenever they are needed: see `lend`."""
 
     def cache_full_blocks(
         self,
@@ -62,7 +68,42 @@ class LifetimeBlockPool(BlockPool):
         if self.listener is not None and num_cached_blocks < num_full_blocks:
             self.listener.on_blocks_cached(request, kv_cache_group_id, blocks, num_cached_blocks, num_full_blocks)
 
+    def get_num_free_blocks(self) -> int:
+        return self.free_list.num_free_blocks + self.num_lent
+
+    def lend(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take the next blocks for content that nobody waits for. They still count as free, and an allocation that needs them
+        gets them (`PoolListener.on_lent_blocks_needed`). Give them back with `take_back`.
+
+        Raises:
+            ValueError: fewer blocks are free; nothing is taken.
+
+        """
+        if num_blocks > self.free_list.num_free_blocks:
+            raise ValueError(f"Cannot lend {num_blocks} blocks, {self.free_list.num_free_blocks} are free")
+        blocks = self.get_new_blocks(num_blocks)
+        self.num_lent += len(blocks)
+        return blocks
+
+    def take_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Lent blocks come back, deepest first; those that have been filled take their place by rank, the others are empty."""
+        self.num_lent -= len(blocks)
+        self.free_blocks(blocks)
+
+    def adopt(self, block: KVCacheBlock, key: BlockHashWithGroupId, num_tokens: int, run: Run | None) -> bool:
+        """A lent block has been filled with the content of hash `key`, which ends at `num_tokens` tokens: it can be hit now.
+
+        Returns False, and leaves it empty, if HBM has that content by now. No KV event is sent: nobody knows the tokens here.
+        """
+        if self.cached_block_hash_to_block.get_one_block(key) is not None:
+            return False
+        self._insert_block_hash(key, block, num_tokens=num_tokens)
+        self.free_list.set_run(block, run)
+        return True
+
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        if num_blocks > self.free_list.num_free_blocks and self.num_lent and self.listener is not None:
+            self.listener.on_lent_blocks_needed()
         if num_blocks > self.free_list.num_free_blocks:
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
         blocks = self.free_list.popleft_n(num_blocks)

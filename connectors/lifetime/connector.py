@@ -22,7 +22,7 @@ from vllm_lifetime.connectors.lifetime.plugin import ensure_supported
 from vllm_lifetime.connectors.lifetime.scheduler import LifetimeScheduler
 from vllm_lifetime.connectors.lifetime.stats import LifetimePromMetrics, LifetimeStats
 from vllm_lifetime.connectors.lifetime.worker import LifetimeWorker
-from vllm_lifetime.patches import block_pool_class
+from vllm_lifetime.patches import block_pool_class, hidden_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,6 +71,8 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
             block_pool_class.use_for_next_pool(LifetimeBlockPool)
         else:
             self._worker = LifetimeWorker(vllm_config, kv_cache_config, layout, options)
+            if self._worker.hidden_states is not None:
+                hidden_state.attach_to_next_runner(self._worker.hidden_states)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -185,6 +187,8 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker_side.report()
 
     def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
 

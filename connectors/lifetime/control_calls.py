@@ -76,7 +76,7 @@ class ControlCalls:
         return {"outcomes": outcomes}
 
     def _apply(self, event: Boundary) -> Outcome:
-        outcome = self._lifecycle.apply(event)
+        outcome = self._scheduler.apply_boundary(event)
         self._recorder.count(stats.BOUNDARIES, event.kind.value, outcome.status.value)
         self._scheduler.note_retired(outcome.blocks)
         self._scheduler.want_step()
@@ -128,11 +128,16 @@ class ControlCalls:
             return self._retain(segments, target)
         if action_type == "kv.demote":
             return self._demote(segments)
+        if action_type == "kv.prefetch":
+            return self._prefetch(segments)
         return {"status": "rejected", "reason": f"this server does not do {action_type}"}
 
     def _release_segments(self, agents: list[Agent], segments: list[Segment], *, whole: bool) -> Answer:
         self._drop_wishes(segments)
+        leases = list(dict.fromkeys(agent.lease for agent in agents))
         close = self._lifecycle.end_agents(agents) if whole else self._lifecycle.close_segments(segments)
+        if self._scheduler.forecasting is not None:
+            self._scheduler.forecasting.end_leases(leases)
         blocks, num_waiting = close
         self._scheduler.note_retired(blocks)
         reason = f"{num_waiting} segments wait for a running request" if num_waiting else None
@@ -171,6 +176,15 @@ class ControlCalls:
                 self._scheduler.set_rank(run, DEMOTED_RANK)
                 blocks += sum(run.num_blocks)
         return {"status": "accepted", "blocks": blocks}
+
+    def _prefetch(self, segments: list[Segment]) -> Answer:
+        prefetch = self._scheduler.prefetch
+        if prefetch is None:
+            return {"status": "rejected", "reason": "this server does not prefetch: no tier below HBM, or `prefetch` is off"}
+        blocks, is_whole = prefetch.wish({run for segment in segments for run in segment.runs})
+        if not is_whole:
+            return {"status": "clipped", "reason": "too much is to be prefetched already", "blocks": blocks}
+        return {"status": "accepted", "reason": None if blocks else "all of it is in HBM, or nowhere", "blocks": blocks}
 
     # ------------------------------------------------------------------ views
 

@@ -11,6 +11,7 @@ from vllm_lifetime.connectors.lifetime.jobs import TransferJobs
 from vllm_lifetime.connectors.lifetime.metadata import LifetimeMetadata
 from vllm_lifetime.policy.backoff import Backoff
 from vllm_lifetime.policy.demotion import next_to_demote
+from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Run
 from vllm_lifetime.pool.tiers import Slot, SlotTier
 
 __all__ = ["Demotion"]
@@ -51,11 +52,15 @@ class Demotion:
         self._batch_blocks = batch_blocks
         self._staging_blocks = staging_blocks
         self._num_moved = ahead
+        self._num_handed_out = 0
+        self._copied: dict[bytes, int] = {}
+        """Content copied down from HBM of late -> `_num_handed_out` at that time, oldest first."""
         self._flash_backoff = Backoff()
 
     def note_moved(self, num_blocks: int) -> None:
         """Blocks have been handed out: others are nearer to their eviction now."""
         self._num_moved += num_blocks
+        self._num_handed_out += num_blocks
 
     def look_again(self) -> None:
         """Something has changed that may make room, or bring blocks to the front."""
@@ -90,9 +95,17 @@ class Demotion:
         if target is self._host and self._flash.slots and not self._flash_backoff.is_failing:
             # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
             limit = min(limit, self._host.num_reclaimable)
-        blocks = next_to_demote(self._pool.free_list, self._reach, limit, self._needs_copy)
+        self._forget_old_copies()
+        floor = self._lowest_rank(self._flash) if target is self._flash else None
+        run_of = self._pool.free_list.run_of
+
+        def needs_copy(block: KVCacheBlock) -> bool:
+            return self._needs_copy(block) and (floor is None or _rank_of(run_of[block.block_id]) >= floor)
+
+        blocks = next_to_demote(self._pool.free_list, self._reach, limit, needs_copy)
         job = self._jobs.start_store(target, blocks, self._pool.free_list, now)
         if job is not None:
+            self._copied.update(dict.fromkeys(job.keys, self._num_handed_out))
             meta.stores.append(job.store_order())
         # If all that was near is under way, or there is no room for it, look again when something has moved.
         if job is None or len(blocks) < limit:
@@ -110,7 +123,27 @@ class Demotion:
 
     def _needs_copy(self, block: KVCacheBlock) -> bool:
         key = block.block_hash
-        return key is not None and key not in self._host and key not in self._flash and key not in self._jobs.storing_keys
+        if key is None or key in self._host or key in self._flash or key in self._jobs.storing_keys:
+            return False
+        # What is worth least in HBM is worth least below, too: its copy may have been the first to go there. Once is enough.
+        return key not in self._copied
+
+    def _forget_old_copies(self) -> None:
+        """What was copied before as many blocks were handed out as are copied ahead may be copied again."""
+        limit = self._num_handed_out - self._ahead
+        while self._copied:
+            key = next(iter(self._copied))
+            if self._copied[key] > limit:
+                break
+            del self._copied[key]
+
+    @staticmethod
+    def _lowest_rank(tier: SlotTier) -> Rank | None:
+        """The rank of what the tier gives up next, if that is anything live. O(b log b) in its ranks."""
+        if tier.num_reclaimable:
+            return None
+        slot = next(tier.free_list.iter_cached_blocks(), None)
+        return None if slot is None else _rank_of(tier.run_of(slot))
 
     def _demote_host(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
         """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
@@ -122,10 +155,19 @@ class Demotion:
         wanted = min(reserve - self._host.num_reclaimable, limit)
         if wanted <= 0:
             return
+        floor = self._lowest_rank(self._flash)
         slots = next_to_demote(self._host.free_list, len(self._host.slots), wanted, self._needs_flash_copy)
+        if floor is not None:
+            # All that flash holds is worth more: a write would only wear it.
+            self._host.forget([slot for slot in slots if _rank_of(self._host.run_of(slot)) < floor])
+            slots = [slot for slot in slots if slot.block_hash is not None]
         job = self._jobs.start_demotion(slots, now)
         if job is not None:
             meta.demotions.append(job.demotion_order())
 
     def _needs_flash_copy(self, slot: Slot) -> bool:
         return slot.block_hash is not None and slot.block_hash not in self._flash
+
+
+def _rank_of(run: Run | None) -> Rank:
+    return ACTIVE_RANK if run is None else run.rank

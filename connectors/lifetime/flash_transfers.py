@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm_lifetime.connectors.lifetime.copy_engine import CopyQueue
 from vllm_lifetime.flash import FlashDevice
 
-__all__ = ["Finished", "FlashTransfers"]
+__all__ = ["Finished", "FlashLoad", "FlashTransfers"]
 
 logger = init_logger(__name__)
 
@@ -30,8 +30,8 @@ Finished = Callable[[set[int], bool, float], None]
 """`finished(failed positions, is late, seconds of transfer)`, on the main thread."""
 
 
-class _Load:
-    """A load: chunks as large as the staging slots allow, each read and then copied."""
+class FlashLoad:
+    """A load: chunks as large as the staging slots allow, each read and then copied. Its fields are the module's own."""
 
     def __init__(
         self, slots: Sequence[int], keys: Sequence[bytes], block_ids: Sequence[int], deadline: float, finished: Finished
@@ -42,12 +42,15 @@ class _Load:
         self.position = 0
         self.failed: set[int] = set()
         self.seconds = 0.0
+        self.copy: int | None = None
+        """The copy to HBM under way."""
+        self.is_cancelled = False
 
 
 class _Chunk:
     """Positions `[start, start + len(staging))` of a load, being read."""
 
-    def __init__(self, load: _Load, start: int, staging: list[int]) -> None:
+    def __init__(self, load: FlashLoad, start: int, staging: list[int]) -> None:
         self.load, self.start, self.staging = load, start, staging
         self.reads: list[tuple[Future[list[bool]], int]] = []
         """Each thread's share, and its size."""
@@ -74,7 +77,7 @@ class FlashTransfers:
         self._free_staging = list(staging)
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lifetime-flash")
-        self._waiting_loads: deque[_Load] = deque()
+        self._waiting_loads: deque[FlashLoad] = deque()
         self._reading: list[_Chunk] = []
         self._abandoned: list[_Chunk] = []
         self._writing: list[tuple[list[Future[list[bool]]], list[int], Sequence[int], list[int], Finished]] = []
@@ -93,10 +96,26 @@ class FlashTransfers:
         block_ids: Sequence[int],
         deadline: float,
         finished: Finished,
-    ) -> None:
-        """Bring flash slots to HBM blocks, until `deadline` (a `time.monotonic` time)."""
-        self._waiting_loads.append(_Load(slots, keys, block_ids, deadline, finished))
+    ) -> FlashLoad:
+        """Bring flash slots to HBM blocks, until `deadline` (a `time.monotonic` time). The answer is for `cancel`."""
+        load = FlashLoad(slots, keys, block_ids, deadline, finished)
+        self._waiting_loads.append(load)
         self._start_waiting()
+        return load
+
+    def cancel(self, load: FlashLoad) -> None:
+        """End a load: when this returns none of its blocks is written any more. Waits for a copy from memory, never for a read.
+
+        What has not arrived counts as failed; nothing happens if the load is over.
+        """
+        load.is_cancelled = True
+        if load in self._waiting_loads:
+            self._waiting_loads.remove(load)
+            self._give_up(load, load.position, is_late=False)
+        for chunk in [chunk for chunk in self._reading if chunk.load is load]:
+            self._abandon(chunk, is_late=False)
+        if load.copy is not None:
+            self._copies.wait({load.copy})
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], keys: Sequence[bytes], finished: Finished) -> int | None:
         """Write HBM blocks to flash slots. Returns the number of the first copy if it could start at once, else None.
@@ -158,14 +177,10 @@ class FlashTransfers:
                 self._reading.remove(chunk)
                 self._chunk_read(chunk)
             elif now > chunk.load.deadline:
-                with chunk.copying:
-                    chunk.is_abandoned = True
-                self._reading.remove(chunk)
-                self._abandoned.append(chunk)
-                self._give_up(chunk.load, chunk.start)
+                self._abandon(chunk, is_late=True)
         for load in [load for load in self._waiting_loads if now > load.deadline]:
             self._waiting_loads.remove(load)
-            self._give_up(load, load.position)
+            self._give_up(load, load.position, is_late=True)
         for item in [item for item in self._writing if all(write.done() for write in item[0])]:
             self._writing.remove(item)
             self._written(*item)
@@ -197,6 +212,7 @@ class FlashTransfers:
 
         def copied(success: bool, seconds: float) -> None:
             self._num_copying -= 1
+            load.copy = None
             load.seconds += seconds
             if not success:
                 load.failed.update(chunk.start + i for i in good)
@@ -205,22 +221,31 @@ class FlashTransfers:
 
         self._num_copying += 1
         if good and self._copies.load_now is None:
-            self._copies.load([chunk.staging[i] for i in good], [load.block_ids[chunk.start + i] for i in good], copied)
+            targets = [load.block_ids[chunk.start + i] for i in good]
+            load.copy = self._copies.load([chunk.staging[i] for i in good], targets, copied)
         else:
             copied(True, 0.0)
 
-    def _chunk_done(self, load: _Load) -> None:
+    def _chunk_done(self, load: FlashLoad) -> None:
         if load.position >= len(load.slots):
             load.finished(load.failed, False, load.seconds)
-        elif load.failed:
+        elif load.failed or load.is_cancelled:
             # vLLM recomputes everything behind the first block that failed: the rest need not be read.
             load.finished(load.failed | set(range(load.position, len(load.slots))), False, load.seconds)
         else:
             self._waiting_loads.appendleft(load)
 
-    def _give_up(self, load: _Load, start: int) -> None:
+    def _abandon(self, chunk: _Chunk, *, is_late: bool) -> None:
+        """Wait no longer for a chunk's reads; what they bring is not copied."""
+        with chunk.copying:
+            chunk.is_abandoned = True
+        self._reading.remove(chunk)
+        self._abandoned.append(chunk)
+        self._give_up(chunk.load, chunk.start, is_late=is_late)
+
+    def _give_up(self, load: FlashLoad, start: int, *, is_late: bool) -> None:
         load.failed.update(range(start, len(load.slots)))
-        load.finished(load.failed, True, load.seconds)
+        load.finished(load.failed, is_late, load.seconds)
 
     def _write(
         self,

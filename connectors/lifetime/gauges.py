@@ -5,6 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_lifetime.connectors.lifetime import stats
+from vllm_lifetime.connectors.lifetime.forecasting import PREDICTORS
 
 if TYPE_CHECKING:
     from vllm_lifetime.connectors.lifetime.scheduler import LifetimeScheduler
@@ -36,6 +37,11 @@ class Gauges:
         self._set(stats.AGENTS, lifecycle.num_agents)
         self._set(stats.SEGMENTS, len(lifecycle.segments))
         self._set(stats.EXPIRED_AGENTS, lifecycle.num_expired)
+        forecasting = scheduler.forecasting
+        if forecasting is not None:
+            self._set(stats.SCORED_WORKFLOWS, forecasting.num_workflows)
+            for predictor in PREDICTORS:
+                self._set(stats.PREDICTOR_IN_USE, int(forecasting.predictor.in_use == predictor), predictor)
         now = time.monotonic()
         if now >= self._classes_due:
             for tier, by_class in scheduler.calls.count_classes().items():

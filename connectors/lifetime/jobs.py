@@ -57,16 +57,19 @@ class StoreJob:
 
 @dataclass(slots=True)
 class LoadJob:
-    """A load for a waiting request: (slot, HBM block id) pairs."""
+    """A load, for a waiting request or ahead of one: (slot, HBM block id) pairs."""
 
     job_id: int
-    request_id: str
+    request_id: str | None
+    """None: nobody waits."""
     host: list[tuple[Slot, int]]
     flash: list[tuple[Slot, int]]
     flash_keys: list[bytes]
     num_blocks_left: int
     """Blocks that the request still needs after the load."""
     block_bytes: int
+    is_cancelled: bool = False
+    """Its blocks are no longer its own; what failed says nothing about the slots."""
     result: JobResult = field(default_factory=lambda: JobResult(num_reports=0))
 
     def order(self, deadline_s: float) -> Load:
@@ -107,6 +110,7 @@ class TransferJobs:
         self._next_id = 1
         self._last_start = 0.0
         self.num_loads = 0
+        """For requests that wait."""
         self.num_stores = 0
         """Copies from HBM down."""
         self.num_demotions = 0
@@ -133,13 +137,13 @@ class TransferJobs:
 
     def start_load(
         self,
-        request_id: str,
+        request_id: str | None,
         host: list[tuple[Slot, int]],
         flash: list[tuple[Slot, int]],
         num_blocks_left: int,
         block_bytes: int,
     ) -> LoadJob:
-        """Hold the slots of a load."""
+        """Hold the slots of a load; `request_id` None if nobody waits for it."""
         keys = [slot.block_hash for slot, _ in flash if slot.block_hash is not None]
         job = LoadJob(self._new_id(), request_id, host, flash, keys, num_blocks_left, block_bytes)
         self._host.hold(slot for slot, _ in host)
@@ -148,8 +152,12 @@ class TransferJobs:
         self.loading_bytes["flash"] += len(flash) * block_bytes
         self.num_blocks_reserved += num_blocks_left
         self._jobs[job.job_id] = job
-        self.num_loads += 1
+        self.num_loads += request_id is not None
         return job
+
+    def note_start(self, now: float) -> None:
+        """A job has been started of which an idle engine should notice the end."""
+        self._last_start = now
 
     def start_store(
         self, target: SlotTier, blocks: Sequence[KVCacheBlock], hbm: TierFreeList[KVCacheBlock], now: float
@@ -210,9 +218,9 @@ class TransferJobs:
 
     def finish_load(self, job: LoadJob) -> int:
         """Release a load's slots; those that failed are forgotten, so that nobody asks them again (R4). Returns how many."""
-        self.num_loads -= 1
+        self.num_loads -= job.request_id is not None
         num_host = len(job.host)
-        failed = job.result.failed
+        failed = set() if job.is_cancelled else job.result.failed
         self._host.forget(slot for i, (slot, _) in enumerate(job.host) if i in failed)
         self._flash.forget(slot for i, (slot, _) in enumerate(job.flash, num_host) if i in failed)
         # Deepest block first, as vLLM frees.

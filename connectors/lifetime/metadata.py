@@ -7,6 +7,7 @@ Scheduler side to worker: `LifetimeMetadata`. Worker to scheduler side: `Lifetim
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -52,10 +53,11 @@ class Demotion:
 
 @dataclass(slots=True)
 class Load:
-    """Bring blocks up for a request that waits for them."""
+    """Bring blocks up for a request that waits for them, or ahead of one."""
 
     job_id: int
-    request_id: str
+    request_id: str | None
+    """None: nobody waits, see `prefetch.py`."""
     host_slots: list[int]
     host_block_ids: list[int]
     flash_slots: list[int]
@@ -75,6 +77,8 @@ class LifetimeMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     flush: set[int] = field(default_factory=set)
     """Stores whose source blocks this step's forward pass overwrites: they must end before it starts."""
+    cancel: set[int] = field(default_factory=set)
+    """Loads whose target blocks this step's forward pass, or another load, overwrites: they must be over before."""
     clear_flash: bool = False
 
 
@@ -108,6 +112,8 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
     """What the flash device counted since the last report: `BYTES_READ`, `BYTES_WRITTEN`, and faults by kind."""
     oldest_start: float | None = None
     """When the oldest transfer still out began, given up or not: a `time.monotonic` time, one clock for all processes."""
+    hidden_states: dict[str, np.ndarray] = field(default_factory=dict)
+    """Request -> hidden state of its prompt's last token, float32 `[hidden size]`; from the one rank that sends them."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LifetimeWorkerMetadata":
         """Merge two workers' reports of one step."""
@@ -123,6 +129,7 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
         self.flash.update(other.flash)
         starts = [start for start in (self.oldest_start, other.oldest_start) if start is not None]
         self.oldest_start = min(starts, default=None)
+        self.hidden_states.update(other.hidden_states)
         return self
 
 

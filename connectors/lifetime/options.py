@@ -8,13 +8,18 @@ import fcntl
 import os
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_lifetime.flash.layout import MAGIC
 from vllm_lifetime.lifecycle import DEFAULT_LEASE_S, MIN_NEW_TOKENS
+from vllm_lifetime.policy.eviction import EvictionPolicy, parse_policy
+from vllm_lifetime.policy.scoring import DEFAULT_GAMMA
+from vllm_lifetime.prediction.forecast import DEFAULT_HORIZON
+from vllm_lifetime.prediction.predictor_file import PredictorFileError, read_predictor_file
 
 __all__ = ["LifetimeOptions", "OptionsError", "parse_options"]
 
@@ -68,6 +73,45 @@ class LifetimeOptions(BaseModel):
         default=4, description="Threads per worker for flash reads and writes."
     )
 
+    eviction_policy: str = Field(
+        default="lifetime",
+        description="Order of eviction: lru, lifecycle, hierarchical, lifetime, lifetime_ordered, pbkv, kvflow, ttl, time.",
+    )
+    horizon: Annotated[int, Field(strict=True, ge=1, le=32)] = Field(
+        default=DEFAULT_HORIZON, description="K: how many invocations of each workflow are looked ahead."
+    )
+    gamma: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=DEFAULT_GAMMA, description="Confidence that each invocation further ahead keeps."
+    )
+    predictor_path: Path | None = Field(
+        default=None,
+        description="File of a trained predictor (vllm-lifetime predict train). None, or one that cannot be used: the one that "
+        "learns while serving.",
+    )
+    hidden_states: bool | None = Field(
+        default=None,
+        description="Send the hidden state of each prompt's last token to the scheduler side. None: if the trained predictor "
+        "reads it.",
+    )
+    state_path: Path | None = Field(
+        default=None,
+        description="File in which what was learned while serving is kept across restarts. The data-parallel index is appended "
+        "where there are several. None: nowhere.",
+    )
+    record_path: Path | None = Field(
+        default=None,
+        description="File to which requests and boundaries are appended, as a trace for vllm-lifetime replay. The data-parallel "
+        "index is appended to its name where there are several. None: nothing is recorded.",
+    )
+    prefetch: Literal["off", "conservative", "aggressive"] | None = Field(
+        default=None,
+        description="Bring blocks up to HBM before they are asked for, into free and retired space (conservative), or into that "
+        "of active blocks, too (aggressive). None: conservative if the eviction policy prefetches (lifetime, pbkv), else off.",
+    )
+    prefetch_rho: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="Share of HBM that aggressive prefetching may displace."
+    )
+
     lease_s: Annotated[float, Field(gt=0, le=30 * 86400)] = Field(
         default=DEFAULT_LEASE_S,
         description="An agent of which nothing is heard for so many seconds is taken for lost: its blocks are retired.",
@@ -85,6 +129,23 @@ class LifetimeOptions(BaseModel):
         if self.flash_path is not None and not self.flash_bytes:
             raise ValueError("flash_path is set but flash_bytes is not: say how many bytes the file may take")
         return self
+
+    @field_validator("eviction_policy")
+    @classmethod
+    def _policy_is_known(cls, name: str) -> str:
+        return parse_policy(name).name
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The eviction policy, with the options' horizon and gamma."""
+        return replace(parse_policy(self.eviction_policy), horizon=self.horizon, gamma=self.gamma)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether blocks are brought up ahead of their request."""
+        if self.prefetch is None:
+            return self.policy.prefetches
+        return self.prefetch != "off"
 
     @property
     def has_lower_tiers(self) -> bool:
@@ -107,7 +168,33 @@ def parse_options(extra_config: dict[str, Any] | None, *, check_machine: bool) -
     if check_machine:
         _check_memory(options)
         _check_flash(options)
+        _check_file("state_path", options.state_path)
+        _check_file("record_path", options.record_path)
+    if options.hidden_states is None:
+        options = options.model_copy(update={"hidden_states": _predictor_reads_hidden_states(options)})
     return options
+
+
+def _predictor_reads_hidden_states(options: LifetimeOptions) -> bool:
+    """From the file, in every process. A file that cannot be used reads nothing; the scheduler side says so."""
+    if options.predictor_path is None or not options.policy.needs_scorer:
+        return False
+    try:
+        return bool(read_predictor_file(options.predictor_path).header.get("hidden_size"))
+    except PredictorFileError:
+        return False
+
+
+def _check_file(name: str, path: Path | None) -> None:
+    if path is None:
+        return
+    directory = path.absolute().parent
+    if path.is_dir():
+        raise OptionsError(f"{name} = {str(path)!r} is a directory: name a file in it, e.g. {str(path / 'lifetime.json')!r}")
+    if not directory.is_dir():
+        raise OptionsError(f"{name} = {str(path)!r}: the directory {str(directory)!r} does not exist. Create it first.")
+    if not os.access(directory, os.W_OK):
+        raise OptionsError(f"{name} = {str(path)!r} cannot be written by this user. Give write permission or another path.")
 
 
 def _explain(error: ValidationError) -> str:

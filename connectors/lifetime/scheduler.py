@@ -10,18 +10,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import RequestStatus
 
 from vllm_lifetime.agents import Reading
-from vllm_lifetime.boundaries import MAX_ID_LENGTH, parse_request_metadata
+from vllm_lifetime.boundaries import MAX_ID_LENGTH, Boundary, Outcome, OutcomeStatus, parse_request_metadata
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
 from vllm_lifetime.connectors.lifetime.control_calls import ControlCalls
 from vllm_lifetime.connectors.lifetime.demotion import Demotion
+from vllm_lifetime.connectors.lifetime.engine_files import engine_file_path, open_recorder
+from vllm_lifetime.connectors.lifetime.eviction_log import EvictionLog
+from vllm_lifetime.connectors.lifetime.forecasting import Forecasting
 from vllm_lifetime.connectors.lifetime.gauges import Gauges
 from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
+from vllm_lifetime.connectors.lifetime.loads import Loads
 from vllm_lifetime.connectors.lifetime.metadata import (
     BYTES_READ,
     BYTES_WRITTEN,
@@ -30,9 +34,11 @@ from vllm_lifetime.connectors.lifetime.metadata import (
     LifetimeWorkerMetadata,
 )
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError
+from vllm_lifetime.connectors.lifetime.pace import Pace
+from vllm_lifetime.connectors.lifetime.prefetch import Prefetch
 from vllm_lifetime.connectors.lifetime.request_state import RequestState
 from vllm_lifetime.lifecycle import MIN_SHARED_TOKENS, Lifecycle
-from vllm_lifetime.policy.cost import LoadPolicy
+from vllm_lifetime.policy.prefetch import PrefetchPlanner
 from vllm_lifetime.policy.retention import RetentionTable
 from vllm_lifetime.pool.access import HBM_TIER, AccessTable
 from vllm_lifetime.pool.free_list import TierFreeList
@@ -50,8 +56,6 @@ __all__ = ["LifetimeScheduler"]
 
 logger = init_logger(__name__)
 
-MAX_EVICTED_REMEMBERED = 1 << 16
-"""Evicted hashes whose time of eviction is kept, to measure how soon they are wanted again."""
 
 class LifetimeScheduler:
     """See the module. One per engine.
@@ -69,7 +73,10 @@ class LifetimeScheduler:
         self.pool: LifetimeBlockPool | None = None
         self._requests: dict[str, RequestState] = {}
         self.recorder = stats.Recorder()
-        self._load_policy = LoadPolicy(always=options.load_policy == "always")
+        self._evictions = EvictionLog(self.recorder)
+        self._request_loads = Loads(self, self._block_size)
+        always_load = options.load_policy == "always"
+        self.pace = Pace(self._block_size, layout.block_bytes, options.load_deadline_s, always_load=always_load)
         num_host_slots = options.host_bytes // layout.block_bytes if layout.can_offload else 0
         if options.host_bytes and layout.can_offload and not num_host_slots:
             raise OptionsError(
@@ -91,16 +98,20 @@ class LifetimeScheduler:
         self.calls = ControlCalls(self)
         self._access: AccessTable | None = None
         self._demotion: Demotion | None = None
+        self._acts_on_boundaries = options.policy.acts_on_boundaries
+        self._knows_readers = self._acts_on_boundaries or options.policy.needs_scorer
+        self.forecasting: Forecasting | None = None
+        """None: active blocks are ordered by recency alone."""
+        if options.policy.needs_scorer:
+            state_path = engine_file_path(options.state_path, vllm_config)
+            self.forecasting = Forecasting(options, self.lifecycle, self.recorder, state_path)
+        self._trace = open_recorder(engine_file_path(options.record_path, vllm_config), layout.block_size_tokens)
+        self.prefetch: Prefetch | None = None
+        """None: no tier below HBM, or it is off."""
         # Next step's orders.
-        self._loads: list[LoadJob] = []
         self._flush: set[int] = set()
         self._clear_flash = False
         self._step_blocks = vllm_config.scheduler_config.max_num_batched_tokens // self._block_size
-        self._evicted_at: dict[bytes, float] = {}
-        # Step timing: step number -> (start, tokens); the worker echoes the number.
-        self._step = 0
-        self._steps: dict[int, tuple[float, int]] = {}
-        self._last_step_end = 0.0
         self._wants_step = False
         self._gauges = Gauges(self.recorder)
         self._oldest_start: float | None = None
@@ -147,6 +158,34 @@ class LifetimeScheduler:
         self._access = AccessTable(free_lists, self._copies_of, self.pool.twin_of)
         capacity = self.pool.num_gpu_blocks + len(self.host.slots) + len(self.flash.slots)
         self.retentions = RetentionTable(self._access, capacity)
+        if self.forecasting is not None:
+            self.forecasting.bind(self._access)
+        if self.options.prefetches and (self.host.slots or self.flash.slots):
+            self.prefetch = self._make_prefetch(self.pool)
+
+    def _make_prefetch(self, pool: LifetimeBlockPool) -> Prefetch:
+        in_hbm = pool.cached_block_hash_to_block.get_one_block
+
+        def is_in_hbm(slot: Slot) -> bool:
+            return slot.block_hash is not None and in_hbm(BlockHashWithGroupId(slot.block_hash)) is not None
+
+        planner = PrefetchPlanner(self._one_step_value, is_in_hbm, self._block_size, self.pace.rates)
+        return Prefetch(
+            pool,
+            self.host,
+            self.flash,
+            self.jobs,
+            self.lifecycle.segments,
+            planner,
+            self.pace.rates,
+            self.recorder,
+            block_bytes=self.layout.block_bytes,
+            deadline_s=self.options.load_deadline_s,
+            rho=self.options.prefetch_rho if self.options.prefetch == "aggressive" else 0.0,
+        )
+
+    def _one_step_value(self, run: Run) -> float:
+        return 0.0 if self.forecasting is None else self.forecasting.one_step_value(run)
 
     def _copies_of(self, key: bytes) -> list[tuple[int, Slot]]:
         copies = []
@@ -175,13 +214,32 @@ class LifetimeScheduler:
             logger.warning_once("a request's metadata: %s", problem)
         old = self._requests.get(request.request_id)
         if old is not None and old.reading is not None:
+            if self.forecasting is not None:
+                self.forecasting.on_replaced(request.request_id, old.reading)
             self.note_retired(self.lifecycle.finish_request(old.reading, ()))
         session_id = request.session_id
         if session_id is not None and not 0 < len(session_id) <= MAX_ID_LENGTH:
             # No boundary could name it.
             session_id = None
             self.recorder.count(stats.BAD_METADATA)
-        reading = self.lifecycle.start_request(session_id, metadata, request.block_hashes)
+        reading = None
+        if self._knows_readers:
+            reading = self.lifecycle.start_request(session_id, metadata, request.block_hashes)
+        if self._trace is not None:
+            self._trace.on_request_started(
+                request.request_id,
+                time.monotonic(),
+                request.block_hashes,
+                request.num_prompt_tokens,
+                session_id=session_id,
+                workflow_id=metadata.workflow_id,
+                agent=metadata.agent,
+                agent_id=metadata.agent_id,
+                parent_agent_id=metadata.parent_agent_id,
+            )
+        if reading is not None and self.forecasting is not None:
+            self.forecasting.on_start(request.request_id, reading)
+            self._look_for_prefetch()
         boundary_tokens = request.num_prompt_tokens
         if reading is not None and reading.boundary_blocks is not None:
             boundary_tokens = min(boundary_tokens, reading.boundary_blocks * self._hash_tokens)
@@ -190,27 +248,8 @@ class LifetimeScheduler:
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after vLLM's own hit to load from below. Called at every attempt to admit the request."""
         state = self._requests.get(request.request_id)
-        if state is None:
-            return 0, False
-        # The request starts over: after a preemption or a failed load its blocks may be others.
-        state.paths.clear()
-        state.plan = []
-        start = num_computed_tokens // self._block_size
-        state.num_local_blocks = start
-        state.loaded_end = start
-        if not len(self.host) and not len(self.flash):
-            return 0, False
-        plan = self._look_up(request, start)
-        if not plan:
-            return 0, False
-        refusal = self._reason_to_refuse(request, start, plan)
-        if refusal is not None:
-            if not state.was_refused:
-                state.was_refused = True
-                self.recorder.count(stats.LOADS, refusal)
-            return 0, False
-        state.plan = plan
-        return len(plan) * self._block_size, True
+        num_blocks = 0 if state is None else self._request_loads.plan(request, state, num_computed_tokens)
+        return num_blocks * self._block_size, num_blocks > 0
 
     def _group_block_size(self, group_id: int) -> int:
         sizes = self.layout.group_block_sizes_tokens
@@ -220,46 +259,9 @@ class LifetimeScheduler:
         """Whether `num_blocks` are all whole blocks of the prompt but the last, which is always computed."""
         return num_blocks >= request.num_prompt_tokens // self._block_size - 1
 
-    def _look_up(self, request: "Request", start: int) -> list[Slot]:
-        """Slots of the blocks that follow block `start`, up to the first that is nowhere. The last token is always computed."""
-        plan: list[Slot] = []
-        hashes = request.block_hashes
-        for index in range(start, min((request.num_tokens - 1) // self._block_size, len(hashes))):
-            key = make_block_hash_with_group_id(hashes[index], 0)
-            slot = self.host.get(key) or self.flash.get(key)
-            if slot is None:
-                break
-            plan.append(slot)
-        return plan
-
-    def _reason_to_refuse(self, request: "Request", start: int, plan: list[Slot]) -> str | None:
-        """None if the load pays and the whole request fits (R1): a load holds its blocks and cannot be preempted."""
-        pool = self.pool
-        if pool is None:
-            return "skipped_no_room"
-        wanted = -(-request.num_tokens // self._block_size) - start
-        spare = pool.get_num_free_blocks() - self.jobs.num_blocks_reserved
-        # Of the local hit, what nobody else references is still counted as free.
-        if wanted > spare - start:
-            hashes = request.block_hashes
-            for index in range(start):
-                block = pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(hashes[index], 0))
-                if block is not None and block.ref_cnt == 0:
-                    spare -= 1
-            if wanted > spare:
-                return "skipped_no_room"
-        num_bytes = self._bytes_by_tier(plan)
-        if not self._load_policy.should_load(len(plan) * self._block_size, num_bytes, self.jobs.loading_bytes):
-            return "skipped_slower"
-        return None
-
-    def _is_host(self, slot: Slot) -> bool:
+    def is_host(self, slot: Slot) -> bool:
+        """Whether a slot is of the host tier."""
         return slot.block_id < len(self.host.slots) and self.host.slots[slot.block_id] is slot
-
-    def _bytes_by_tier(self, plan: Sequence[Slot]) -> dict[str, int]:
-        num_host = sum(1 for slot in plan if self._is_host(slot))
-        block_bytes = self.layout.block_bytes
-        return {"host": num_host * block_bytes, "flash": (len(plan) - num_host) * block_bytes}
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """The request has its blocks: note what it reads, and queue the load it was promised."""
@@ -271,7 +273,9 @@ class LifetimeScheduler:
             start, state.num_local_blocks = state.num_local_blocks, None
             self.recorder.count(stats.REQUESTS)
             self.recorder.count(stats.PROMPT_TOKENS, by=request.num_tokens)
-            self._note_hits("hbm", start)
+            self.note_hits("hbm", start)
+            if self.prefetch is not None:
+                self.prefetch.note_read(blocks.blocks[0], start)
             if self._access is not None and (state.reading is not None or self._access.has_runs):
                 for group_id, group in enumerate(blocks.blocks):
                     block_size = self._group_block_size(group_id)
@@ -281,21 +285,8 @@ class LifetimeScheduler:
                 if state.reading is not None and not num_external_tokens and self._has_prompt(request, start):
                     self.note_retired(self.lifecycle.has_read(state.reading))
             if num_external_tokens > 0:
-                self._queue_load(request, state, blocks.blocks[0], start, plan[: num_external_tokens // self._block_size])
-
-    def _queue_load(
-        self, request: "Request", state: RequestState, blocks: Sequence[KVCacheBlock], start: int, plan: list[Slot]
-    ) -> None:
-        block_ids = [block.block_id for block in blocks[start : start + len(plan)]]
-        host = [(slot, block_id) for slot, block_id in zip(plan, block_ids, strict=True) if self._is_host(slot)]
-        flash = [(slot, block_id) for slot, block_id in zip(plan, block_ids, strict=True) if not self._is_host(slot)]
-        self._note_hits("host", len(host))
-        self._note_hits("flash", len(flash))
-        num_blocks_left = -(-request.num_tokens // self._block_size) - start - len(plan)
-        job = self.jobs.start_load(request.request_id, host, flash, max(0, num_blocks_left), self.layout.block_bytes)
-        self._loads.append(job)
-        state.loaded_end = start + len(plan)
-        state.loading = (len(host), len(flash))
+                plan = plan[: num_external_tokens // self._block_size]
+                self._request_loads.queue(request, state, blocks.blocks[0], start, plan)
 
     def load_origins(self, request_id: str) -> tuple[int, int]:
         """Tokens of the request's latest load by origin: host, flash."""
@@ -303,20 +294,33 @@ class LifetimeScheduler:
         host, flash = (0, 0) if state is None else state.loading
         return host * self._block_size, flash * self._block_size
 
-    def _note_hits(self, tier: str, num_blocks: int) -> None:
+    def note_hits(self, tier: str, num_blocks: int) -> None:
+        """Prompt blocks were found in a tier."""
         self.recorder.count(stats.HIT_BLOCKS, tier, by=num_blocks)
         self.recorder.count(stats.HIT_TOKENS, tier, by=num_blocks * self._block_size)
 
     def request_finished(self, request: "Request") -> None:
         """The request is over, however it ended; vLLM frees its blocks next. A load in flight goes on and reports itself."""
         state = self._requests.pop(request.request_id, None)
+        if self._trace is not None:
+            reason = request.get_finished_reason()
+            reason_name = None if reason is None else str(reason)
+            now = time.monotonic()
+            self._trace.on_request_finished(request.request_id, now, request.num_output_tokens, finish_reason=reason_name)
         if state is not None and state.reading is not None:
             self._retain(state.reading)
+            if self.forecasting is not None:
+                self.forecasting.on_finish(request, state.reading)
             is_aborted = request.status == RequestStatus.FINISHED_ABORTED
             self.note_retired(self.lifecycle.finish_request(state.reading, request.block_hashes, is_aborted=is_aborted))
         # What it gives back may be the next to be evicted.
         if self._demotion is not None:
             self._demotion.look_again()
+        self._look_for_prefetch()
+
+    def _look_for_prefetch(self) -> None:
+        if self.prefetch is not None:
+            self.prefetch.look_again()
 
     def _retain(self, reading: Reading) -> None:
         """Keep what the request has read for as long as it wished, or as its protocol asks."""
@@ -338,14 +342,7 @@ class LifetimeScheduler:
     ) -> None:
         """New blocks have hashes: put them into runs, and measure regret for those that were evicted before."""
         state = self._requests.get(request.request_id)
-        if self._evicted_at:
-            loaded_end = state.loaded_end if state is not None else 0
-            for index in range(num_cached, num_full):
-                key = blocks[index].block_hash
-                evicted_at = None if key is None else self._evicted_at.pop(key, None)
-                if evicted_at is not None:
-                    outcome = "reloaded" if index < loaded_end else "recomputed"
-                    self.recorder.observe(stats.REUSE_GAP, outcome, value=time.monotonic() - evicted_at)
+        self._evictions.note_back(blocks, num_cached, num_full, state.loaded_end if state is not None else 0)
         access = self._access
         if access is None or state is None or (state.reading is None and not access.has_runs):
             return
@@ -362,49 +359,29 @@ class LifetimeScheduler:
         storing = self.jobs.storing_blocks
         if storing:
             self._flush.update(storing[block.block_id] for block in blocks if block.block_id in storing)
-        now = 0.0
-        retired = demoted = lost = 0
-        run_of = self.pool.free_list.run_of if self.pool is not None else ()
-        evicted_at = self._evicted_at
-        for block in blocks:
-            key = block.block_hash
-            if key is None:
-                continue
-            now = now or time.monotonic()
-            evicted_at[key] = now
-            run = run_of[block.block_id]
-            if run is not None and run.is_retired:
-                retired += 1
-            elif key in self.host or key in self.flash:
-                demoted += 1
-            else:
-                lost += 1
-        if now:
-            while len(evicted_at) > MAX_EVICTED_REMEMBERED:
-                del evicted_at[next(iter(evicted_at))]
-            self.recorder.count(stats.EVICTIONS, "hbm", "retired", by=retired)
-            self.recorder.count(stats.EVICTIONS, "hbm", "demoted", by=demoted)
-            self.recorder.count(stats.EVICTIONS, "hbm", "lost", by=lost)
+        if self.prefetch is not None:
+            self.prefetch.note_handed_out(blocks)
+        if self.pool is not None:
+            self._evictions.note_handed_out(blocks, self.pool.free_list, self.host, self.flash)
+
+    def on_lent_blocks_needed(self) -> None:
+        """An allocation needs what was lent for a prefetch."""
+        if self.prefetch is not None:
+            self.prefetch.give_back()
 
     def on_prefix_cache_reset(self) -> None:
         """vLLM dropped its prefix cache: so do the tiers below, in memory and on the device (R25)."""
         self.host.clear()
         self.flash.clear()
         self.jobs.cancel_stores()
-        self._evicted_at.clear()
+        self._evictions.clear()
+        if self.prefetch is not None:
+            self.prefetch.on_reset()
         self._clear_flash = True
         self._wants_step = True
 
     def _on_slot_evicted(self, slot: Slot) -> None:
-        tier = self.host if self._is_host(slot) else self.flash
-        run = tier.run_of(slot)
-        if run is not None and run.is_retired:
-            reason = "retired"
-        elif tier is self.host and slot.block_hash is not None and slot.block_hash in self.flash:
-            reason = "demoted"
-        else:
-            reason = "lost"
-        self.recorder.count(stats.EVICTIONS, tier.name, reason)
+        self._evictions.note_slot(slot, self.host if self.is_host(slot) else self.flash, self.flash)
 
     # ------------------------------------------------------------------ steps
 
@@ -413,17 +390,21 @@ class LifetimeScheduler:
         self._wants_step = False
         now = time.monotonic()
         self.expire()
+        if self.forecasting is not None:
+            self.forecasting.on_step(now)
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        self._step += 1
-        if num_tokens:
-            self._steps[self._step] = (now, num_tokens)
-        meta = LifetimeMetadata(step=self._step if num_tokens else 0)
-        loads, self._loads = self._loads, []
-        meta.loads.extend(job.order(self.options.load_deadline_s) for job in loads)
+        only_decodes = _only_decodes(scheduler_output)
+        meta = LifetimeMetadata(step=self.pace.begin_step(num_tokens, only_decodes=only_decodes, now=now))
+        meta.loads.extend(job.order(self.options.load_deadline_s) for job in self._request_loads.take_queued())
         if self._clear_flash:
             meta.clear_flash, self._clear_flash = True, False
         elif self._demotion is not None:
             self._demotion.give_orders(meta, now)
+            # Not in one step: a block must not be handed out before the worker has begun to copy it down.
+            if self.prefetch is not None and only_decodes and not meta.stores:
+                self.prefetch.give_orders(meta, len(scheduler_output.num_scheduled_tokens), now)
+        if self.prefetch is not None:
+            meta.cancel = self.prefetch.take_cancelled()
         meta.flush, self._flush = self._flush, set()
         return meta
 
@@ -433,8 +414,10 @@ class LifetimeScheduler:
         if not isinstance(report, LifetimeWorkerMetadata):
             return
         now = time.monotonic()
-        self._time_step(report.step, now)
+        self.pace.end_step(report.step, now)
         self._oldest_start = report.oldest_start
+        if self.forecasting is not None and report.hidden_states:
+            self.forecasting.on_hidden_states(report.hidden_states)
         for kind, count in report.flash.items():
             if kind == BYTES_READ:
                 self.recorder.count(stats.BYTES_READ, "flash", by=count)
@@ -456,35 +439,14 @@ class LifetimeScheduler:
                     if job.sources and num_stored:
                         self._demotion.look_again()  # the host tier has room again
 
-    def _time_step(self, step: int, now: float) -> None:
-        started = self._steps.pop(step, None)
-        if started is None:
-            return
-        for old in [number for number in self._steps if number < step]:
-            del self._steps[old]
-        start, num_tokens = started
-        # With several steps in flight a step begins, for the device, when the one before it ended.
-        seconds = now - max(start, self._last_step_end)
-        self._last_step_end = now
-        if num_tokens >= 2 * self._block_size:
-            self._load_policy.observe_prefill(num_tokens, seconds)
-
     def _load_done(self, job: LoadJob) -> None:
-        num_failed = self.jobs.finish_load(job)
-        outcome = "late" if job.result.is_late else "failed" if num_failed else "done"
-        self.recorder.count(stats.LOADS, outcome)
-        self.recorder.count(stats.RECOMPUTED_BLOCKS, by=num_failed)
-        block_bytes = self.layout.block_bytes
+        self.pace.note_transfer(job)
         num_host = sum(1 for i in range(len(job.host)) if i not in job.result.failed)
-        self.recorder.count(stats.BYTES_READ, "host", by=num_host * block_bytes)
-        seconds = job.result.seconds
-        if job.result.is_late:
-            # It took at least this long; how long, nobody waited to see.
-            seconds = max(seconds, self.options.load_deadline_s)
-        elif num_failed or (job.host and job.flash):
-            return  # not a measurement of one tier
-        tier = "flash" if job.flash else "host"
-        self._load_policy.observe_load(tier, (len(job.host) + len(job.flash)) * block_bytes, seconds)
+        self.recorder.count(stats.BYTES_READ, "host", by=num_host * self.layout.block_bytes)
+        if job.request_id is not None:
+            self._request_loads.finish(job)
+        elif self.prefetch is not None:
+            self.prefetch.finish(job)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine should step although no request wants it: a fresh transfer or news for the metrics is pending.
@@ -494,14 +456,37 @@ class LifetimeScheduler:
         now = time.monotonic()
         if self._wants_step or self.jobs.has_fresh_work(now):
             return True
-        # Idle time is the best time to copy down.
-        return self._demotion is not None and self._demotion.is_due(now) and not len(self.jobs)
+        # Idle time is the best time to copy down, and up.
+        if len(self.jobs):
+            return False
+        if self._demotion is not None and self._demotion.is_due(now):
+            return True
+        return self.prefetch is not None and self.prefetch.is_due(now)
 
     # ------------------------------------------------------------------ boundaries and views
 
     def lifetime_call(self, method: str, payload: dict[str, Any]) -> dict[str, Any]:
         """The control API's way in; see `control_calls.py`. Runs between two steps. Raises `ValueError` for an unknown call."""
         return self.calls.call(method, payload)
+
+    def apply_boundary(self, event: Boundary) -> Outcome:
+        """Act on one event, if the policy does."""
+        if self._trace is not None:
+            self._trace.on_boundary(
+                event.kind.value,
+                time.monotonic(),
+                session_id=event.session_id,
+                workflow_id=event.workflow_id,
+                agent=event.agent,
+                agent_id=event.agent_id,
+                parent_agent_id=event.parent_agent_id,
+            )
+        if not self._acts_on_boundaries:
+            reason = f"the eviction policy {self.options.eviction_policy} does not act on boundaries"
+            return Outcome(message_id=event.message_id, status=OutcomeStatus.IGNORED, reason=reason)
+        if self.forecasting is None:
+            return self.lifecycle.apply(event)
+        return self.forecasting.apply(event)
 
     def want_step(self) -> None:
         """Let an idle engine step once, so that the metrics show what has changed."""
@@ -510,6 +495,8 @@ class LifetimeScheduler:
     def note_retired(self, num_blocks: int) -> None:
         """Blocks have been retired by a boundary, by what a request showed, or by time."""
         self.recorder.count(stats.RETIRED_BLOCKS, by=num_blocks)
+        if num_blocks:
+            self._look_for_prefetch()
 
     def expire(self) -> None:
         """End what has been kept, or waited for, long enough. O(1) if there is nothing."""
@@ -523,7 +510,7 @@ class LifetimeScheduler:
             self._access.set_rank(run, rank)
 
     def _end_reader(self, reader: Reader) -> int:
-        return sum(self._access.end(reader)) if self._access is not None else 0
+        return sum(self._access.end(reader)) if self._access is not None and self._acts_on_boundaries else 0
 
     @property
     def oldest_io_s(self) -> float:
@@ -542,9 +529,28 @@ class LifetimeScheduler:
 
     def take_stats(self) -> stats.LifetimeStats | None:
         """What the metrics have to know since the last call; None if nothing has changed."""
+        if self.forecasting is not None:
+            self.forecasting.show()
         self._gauges.show(self)
         taken = self.recorder.take()
         return None if taken.is_empty() else taken
+
+    def shutdown(self) -> None:
+        """Write what was learned and recorded."""
+        if self._trace is not None:
+            self._trace.close()
+        if self.forecasting is not None:
+            self.forecasting.shutdown()
+
+
+def _only_decodes(output: "SchedulerOutput") -> bool:
+    """Whether the step computes no prompt; also true of a step that computes nothing."""
+    num_drafted = sum(len(tokens) for tokens in output.scheduled_spec_decode_tokens.values())
+    return (
+        not output.scheduled_new_reqs
+        and not output.scheduled_cached_reqs.resumed_req_ids
+        and output.total_num_scheduled_tokens == len(output.num_scheduled_tokens) + num_drafted
+    )
 
 
 assert HBM_TIER == 0 and (HOST, FLASH) == (1, 2)

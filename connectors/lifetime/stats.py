@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 __all__ = ["METRICS", "LifetimePromMetrics", "LifetimeStats", "Metric", "Recorder"]
 
+STEP_BUCKETS_S = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 REUSE_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
 
 
@@ -31,6 +32,8 @@ class Metric:
     kind: type[PromMetric]
     labels: tuple[str, ...]
     help: str
+    buckets: tuple[float, ...] = REUSE_BUCKETS_S
+    """Of a histogram."""
 
 
 TIER_BLOCKS = Metric(
@@ -90,6 +93,33 @@ REQUESTS = Metric("requests", PromCounter, (), "Requests admitted; one that is p
 PROMPT_TOKENS = Metric("prompt_tokens", PromCounter, (), "Tokens of admitted requests, of which `hit_tokens` were found.")
 BAD_METADATA = Metric("bad_metadata", PromCounter, (), "Requests whose lifetime metadata could not be used in full.")
 
+PREFETCHED_BLOCKS = Metric(
+    "prefetched_blocks",
+    PromCounter,
+    ("outcome",),
+    "Blocks brought up to HBM ahead of their request. issued: all of them. Of these, used: a request has hit it. wasted: handed "
+    "out again before anybody read it, or there already when it came. cancelled: an allocation needed the space first. failed: "
+    "it did not arrive.",
+)
+PREDICTIONS = Metric(
+    "predictions",
+    PromCounter,
+    ("predictor", "outcome"),
+    "Forecasts by predictor (online: learns while serving; trained: from predictor_path). made: all. failed: raised, or took too "
+    "long. judged: the workflow's next invocation, or its end, has come. correct: and was the likeliest.",
+)
+SCORER_SECONDS = Metric(
+    "scorer_seconds",
+    Histogram,
+    ("part",),
+    "Time that the scheduler thread spent at a time. refresh: a forecast and new ranks, at a request's start or end and at "
+    "boundaries. prefetch: a decision what to prefetch.",
+    STEP_BUCKETS_S,
+)
+SCORER_UPDATES = Metric("scorer_updates", PromCounter, (), "Runs of blocks whose rank was looked at again.")
+PREDICTOR_IN_USE = Metric("predictor_in_use", Gauge, ("predictor",), "1 for the predictor that answers at present, else 0.")
+SCORED_WORKFLOWS = Metric("scored_workflows", Gauge, (), "Workflows of which the scorer keeps a forecast.")
+
 METRICS = (
     TIER_BLOCKS,
     BYTES_READ,
@@ -112,6 +142,12 @@ METRICS = (
     REQUESTS,
     PROMPT_TOKENS,
     BAD_METADATA,
+    PREFETCHED_BLOCKS,
+    PREDICTIONS,
+    SCORER_SECONDS,
+    SCORER_UPDATES,
+    PREDICTOR_IN_USE,
+    SCORED_WORKFLOWS,
 )
 
 Key = tuple[str, tuple[str, ...]]
@@ -196,7 +232,7 @@ class LifetimePromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         for metric in METRICS:
-            options: dict[str, Any] = {"buckets": REUSE_BUCKETS_S} if metric.kind is Histogram else {}
+            options: dict[str, Any] = {"buckets": metric.buckets} if metric.kind is Histogram else {}
             # Gauges of several API servers are the same engine's: the latest one counts.
             if metric.kind is Gauge:
                 options["multiprocess_mode"] = "mostrecent"

@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 
 from vllm_lifetime.connectors.lifetime.copy_engine import CopyQueue, canonical_kv_caches, make_copy_queue
 from vllm_lifetime.connectors.lifetime.flash_file import open_flash
-from vllm_lifetime.connectors.lifetime.flash_transfers import FlashTransfers
+from vllm_lifetime.connectors.lifetime.flash_transfers import FlashLoad, FlashTransfers
+from vllm_lifetime.connectors.lifetime.hidden_states import HiddenStateTap
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.metadata import (
     BYTES_READ,
@@ -64,6 +65,8 @@ class LifetimeWorker:
         self._kv_cache_config = kv_cache_config
         self._layout = layout
         self._options = options
+        self.hidden_states = HiddenStateTap() if options.hidden_states else None
+        """Where the model runner leaves hidden states of prompts; None if nobody asks for them."""
         self._copies: CopyQueue | None = None
         self._device: FlashDevice | None = None
         self._flash: FlashTransfers | None = None
@@ -71,6 +74,8 @@ class LifetimeWorker:
         self._results: dict[int, JobResult] = {}
         self._store_copies: dict[int, int] = {}
         """Job -> the copy that reads its HBM blocks."""
+        self._prefetches: dict[int, tuple[int | None, FlashLoad | None]] = {}
+        """Job that nobody waits for -> its copy from host slots, and its flash load."""
         self._finished_loads: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._flash_seen: Counter[str] = Counter()
@@ -126,6 +131,8 @@ class LifetimeWorker:
             self._flash.clear()
         if orders.flush:
             self._copies.wait({copy for job, copy in self._store_copies.items() if job in orders.flush})
+        for job_id in orders.cancel:
+            self._cancel(job_id)
         # Loads before copies down: somebody waits for them. Before the forward pass, so that they are there when it ends.
         for order in orders.loads:
             self._start_load(order)
@@ -167,21 +174,32 @@ class LifetimeWorker:
             return
         self._started_at[order.job_id] = now
         running = _RunningLoad(order, parts_left=bool(num_host) + bool(order.flash_slots), failed=set())
+        copy = flash_load = None
         if num_host:
             everything = set(range(num_host))
-            self._copies.load(
+            copy = self._copies.load(
                 order.host_slots,
                 order.host_block_ids,
                 lambda ok, seconds: self._load_part_done(running, set() if ok else everything, False, seconds),
             )
         if order.flash_slots and self._flash is not None:
-            self._flash.load(
+            flash_load = self._flash.load(
                 order.flash_slots,
                 order.flash_keys,
                 order.flash_block_ids,
                 now + order.deadline_s,
                 lambda failed, late, seconds: self._load_part_done(running, {num_host + i for i in failed}, late, seconds),
             )
+        if order.request_id is None and running.parts_left:
+            self._prefetches[order.job_id] = (copy, flash_load)
+
+    def _cancel(self, job_id: int) -> None:
+        """End a load that nobody waits for: from now on it writes no block."""
+        copy, flash_load = self._prefetches.get(job_id, (None, None))
+        if flash_load is not None and self._flash is not None:
+            self._flash.cancel(flash_load)
+        if copy is not None and self._copies is not None:
+            self._copies.wait({copy})
 
     def _fail_load(self, order: Load) -> None:
         running = _RunningLoad(order, parts_left=1, failed=set())
@@ -196,8 +214,10 @@ class LifetimeWorker:
             return
         order = running.order
         block_ids = [*order.host_block_ids, *order.flash_block_ids]
-        self._failed_blocks.update(block_ids[i] for i in running.failed)
-        self._finished_loads.add(order.request_id)
+        if order.request_id is not None:
+            self._failed_blocks.update(block_ids[i] for i in running.failed)
+            self._finished_loads.add(order.request_id)
+        self._prefetches.pop(order.job_id, None)
         self._job_done(order.job_id, running.failed, running.is_late, running.seconds)
 
     def _job_done(self, job_id: int, failed: set[int], is_late: bool = False, seconds: float = 0.0) -> None:
@@ -225,13 +245,20 @@ class LifetimeWorker:
     def report(self) -> LifetimeWorkerMetadata | None:
         """What the scheduler side has to know of this step; None if nothing."""
         flash = self._new_flash_counts()
-        if not self._step and not self._results and not flash:
+        hidden_states = self.hidden_states.take() if self.hidden_states is not None else {}
+        if not self._step and not self._results and not flash and not hidden_states:
             return None
         results, self._results = self._results, {}
         starts = list(self._started_at.values())
         if self._flash is not None and (hanging := self._flash.oldest_start()) is not None:
             starts.append(hanging)
-        return LifetimeWorkerMetadata(step=self._step, results=results, flash=flash, oldest_start=min(starts, default=None))
+        return LifetimeWorkerMetadata(
+            step=self._step,
+            results=results,
+            flash=flash,
+            oldest_start=min(starts, default=None),
+            hidden_states=hidden_states,
+        )
 
     def _new_flash_counts(self) -> Counter[str]:
         if self._device is None:

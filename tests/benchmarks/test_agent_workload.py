@@ -9,6 +9,7 @@ import pytest
 from benchmarks.agent_workload import (
     FIRST_TOKEN,
     LANES,
+    POLICIES,
     Conversation,
     Engine,
     WorkloadConfig,
@@ -112,7 +113,7 @@ def test_describe_counts_tokens() -> None:
     assert described["concurrency"] == sum(lane.concurrency for lane in LANES)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lifecycle", "unbounded"])
+@pytest.mark.parametrize("policy", ["lru", "lifecycle", "lookahead", "unbounded"])
 def test_replay_accounts_for_every_token(policy: str) -> None:
     workload = generate(SMALL)
     result = replay(workload, Engine(blocks=400), policy)
@@ -125,7 +126,7 @@ def test_replay_accounts_for_every_token(policy: str) -> None:
 
 def test_policies_agree_when_nothing_is_evicted() -> None:
     workload = generate(SMALL)
-    results = [replay(workload, Engine(blocks=5000), p) for p in ("lru", "lifecycle", "unbounded")]
+    results = [replay(workload, Engine(blocks=5000), p) for p in (*POLICIES, "unbounded")]
     assert len({r.cached_tokens for r in results}) == 1
 
 
@@ -141,4 +142,7 @@ def test_the_default_workload_is_in_the_regime_that_it_is_meant_for() -> None:
     engine = Engine(Settings.blocks)
     lru = replay(workload, engine, "lru").hit_rate
     assert 0.27 <= lru <= 0.46
-    assert replay(workload, engine, "lifecycle").hit_rate >= 1.3 * lru
+    # Live workflows alone need more than there is: who is next decides.
+    lifecycle = replay(workload, engine, "lifecycle").hit_rate
+    assert 1.05 * lru <= lifecycle
+    assert replay(workload, engine, "lookahead").hit_rate >= 1.2 * lifecycle

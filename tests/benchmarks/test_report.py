@@ -73,6 +73,18 @@ def test_first_difference_names_the_request() -> None:
     assert differing_requests(a, b) == 2
 
 
+def test_a_difference_of_the_run_in_between_is_not_seen() -> None:
+    """Tokens are identical only if they are in all runs; `lifetime` is compared with each of the others."""
+    runs = [run("vllm", 20, 0.6, 9.0), run("lifecycle", 40, 0.3, 8.0), run("lifetime", 60, 0.2, 6.0)]
+    report = build_report({}, runs, {})
+    assert report["tokens_identical"] is True
+    assert report["ratios"]["hit_rate"] == 3.0
+    assert report["ratios_over_lifecycle"] == {"hit_rate": 1.5, "ttft": 1.5, "workflow_latency": 1.3333}
+    runs[1].requests[1] = request(1, 40, tokens=(7,))
+    report = build_report({}, runs, {})
+    assert report["tokens_identical"] is False and report["differing_requests"] == 1
+
+
 def test_a_missing_request_is_a_difference() -> None:
     a = RunRecord("vllm", [request(0, 0), request(1, 0)])
     b = RunRecord("lifetime", [request(0, 0)])
@@ -128,7 +140,7 @@ def test_only_flash_bytes_are_counted() -> None:
     assert flash_bytes_written({}) == 0
 
 
-@pytest.mark.parametrize("names", [["vllm"], ["vllm", "lifetime"]])
+@pytest.mark.parametrize("names", [["vllm"], ["vllm", "lifetime"], ["vllm", "lifecycle", "lifetime"]])
 def test_table_and_plot(names: list[str], tmp_path: Path) -> None:
     runs = [run(name, 30 * (i + 1), 0.6 / (i + 1), 9.0) for i, name in enumerate(names)]
     report = build_report({}, runs, {})
@@ -137,5 +149,6 @@ def test_table_and_plot(names: list[str], tmp_path: Path) -> None:
     text = console.export_text()
     assert "30.0%" in text
     assert ("2.00x" in text) == (len(names) == 2)
+    assert ("3.00x" in text and "1.50x" in text) == (len(names) == 3)
     plot(report, runs, tmp_path / "plots" / "demo.png")
     assert (tmp_path / "plots" / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -52,9 +52,12 @@ def server_args(dtype: str, *more: str) -> list[str]:
 
 
 def tier_options(dtype: str, flash_path: Path | None, host_blocks: int, flash_blocks: int, **more: Any) -> dict[str, Any]:
-    """Options of the connector for so many host and flash blocks. Whatever is found below is loaded."""
+    """Options of the connector for so many host and flash blocks.
+
+    Whatever is found below is loaded, and nothing comes up before it is asked for: tests count which tier has what.
+    """
     block = BLOCK_BYTES[dtype]
-    options: dict[str, Any] = {"load_policy": "always", **more}
+    options: dict[str, Any] = {"load_policy": "always", "prefetch": "off", **more}
     if host_blocks:
         options["host_bytes"] = host_blocks * block
     if flash_blocks:
