@@ -21,7 +21,9 @@ harness-venvs: ## .venv-harness and .venv-harness-crewai: the agent frameworks, 
 test: lint pytest ## lint, types and all tests
 
 pytest: venv harness-venvs
-	$(BIN)/python -m pytest -q
+	@# Unit tests wait more than they compute; servers need all cores.
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m "not e2e"
+	$(BIN)/python -m pytest -q -m e2e
 
 lint: venv harness-venvs ## ruff and mypy
 	$(BIN)/ruff check .
@@ -45,6 +47,9 @@ figures: venv ## measure everything that the documentation quotes (20 minutes; t
 	$(BIN)/python -m benchmarks.flash_device --cache warm --json build/flash_warm.json
 	$(BIN)/python -m benchmarks.flash_device --cache cold --directory build --working-set-mib 64 --json build/flash_cold.json
 	$(BIN)/python -m benchmarks.no_hints
+	$(BIN)/python -m benchmarks.decision_costs --json build/decision_costs.json
+	$(BIN)/python -m benchmarks.boundary_load --json build/boundary_load.json
+	$(BIN)/python -m benchmarks.boundary_load --events-per-post 10 --json build/boundary_load_10.json
 	$(BIN)/python -m benchmarks.demo
 	$(BIN)/python -m scripts.update_figures
 
