@@ -10,6 +10,7 @@ sections whose file is not there stay as they are.
 import json
 import re
 import shutil
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,57 @@ def _prediction(report: dict[str, Any]) -> str:
     )
 
 
+def _boundary_load(report: dict[str, Any]) -> str:
+    windows = report["windows"]
+
+    def median(mode: str, key: str) -> float:
+        return statistics.median(window[key] for window in windows if window["mode"] == mode)
+
+    modes = {"off": "no events", "on": "events to the server", "sink": "the same events to an empty sink"}
+    table = _table(
+        ("", "tokens/s", "API server, cores", "engine, cores"),
+        [
+            [label, f"{median(mode, 'tokens_per_s'):.0f}", f"{median(mode, 'api_cpu'):.2f}", f"{median(mode, 'engine_cpu'):.2f}"]
+            for mode, label in modes.items()
+        ],
+    )
+    asked, latency = report["settings"], report["from_due"]
+    ratios = ", ".join(
+        f"{name} {report[name]['median']:.3f} ({', '.join(f'{ratio:.3f}' for ratio in report[name]['each'])})"
+        for name in ("on/off", "sink/off", "on/sink")
+    )
+    return (
+        f"{table}\n\n{asked['rate']:,.0f} events per second for {asked['seconds']:g} s, {asked['events_per_post']} per POST, "
+        f"{'answered when queued' if asked['respond_async'] else 'answered when acted on'}, {asked['streams']} streams decoding. "
+        f"From when a POST was due to its answer: p50 {latency['p50_ms']:.1f} ms, p99 {latency['p99_ms']:.1f} ms, "
+        f"longest {latency['max_ms']:.0f} ms; {report['failed']:,} without a 202. Decode throughput by repeat: {ratios}."
+    )
+
+
+def _replay(rows: list[dict[str, Any]]) -> str:
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    by_capacity: dict[float, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_capacity.setdefault(row["capacity_fraction"], {})[row["policy"]] = row
+
+    def cell(row: dict[str, Any]) -> str:
+        is_between = row["gap_closed"] is not None and row["policy"] not in ("lru", "belady")
+        return f"{100 * row['hit_rate']:.1f}%" + (f" ({100 * row['gap_closed']:+.0f}%)" if is_between else "")
+
+    table = _table(
+        ("capacity", *policies, "overcommitted"),
+        [
+            [f"{capacity:g}", *(cell(row) for row in cells.values()), f"{cells['lru']['overcommitted_requests']:,}"]
+            for capacity, cells in by_capacity.items()
+        ],
+    )
+    first = rows[0]
+    return (
+        f"{table}\n\nToken hit rate, and in brackets the share of the gap from LRU to Belady that is closed. "
+        f"{first['sessions']} sessions, {first['requests']:,} requests."
+    )
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "demo": _demo,
     "block_pool": _block_pool,
@@ -202,6 +254,12 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "flash_cold": _flash,
     "no_hints": _no_hints,
     "prediction": _prediction,
+    "boundary_load": _boundary_load,
+    "boundary_load_batched": _boundary_load,
+    "replay": _replay,
+    "replay_hover": _replay,
+    "replay_swebench": _replay,
+    "replay_financebench": _replay,
 }
 
 if __name__ == "__main__":

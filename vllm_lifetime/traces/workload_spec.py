@@ -80,7 +80,7 @@ class WorkloadSpec:
     block_size_tokens: int
     concurrency: int
     capacity_blocks: int
-    """HBM blocks at which LRU has the hit rate that the paper reports, at this concurrency (docs/traces.md)."""
+    """HBM blocks: a little less than what so many workflows hold together (docs/traces.md)."""
     first_token_s: float
     output_token_s: float
     first_agent: str
