@@ -21,9 +21,7 @@ harness-venvs: ## .venv-harness and .venv-harness-crewai: the agent frameworks, 
 test: lint pytest ## lint, types and all tests
 
 pytest: venv harness-venvs
-	@# Unit tests wait more than they compute; servers need all cores.
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m "not e2e"
-	$(BIN)/python -m pytest -q -m e2e
+	$(BIN)/python -m pytest -q
 
 lint: venv harness-venvs ## ruff and mypy
 	$(BIN)/ruff check .

@@ -199,7 +199,7 @@ def _boundary_load(report: dict[str, Any]) -> str:
     windows = report["windows"]
 
     def median(mode: str, key: str) -> float:
-        return statistics.median(window[key] for window in windows if window["mode"] == mode)
+        return float(statistics.median(window[key] for window in windows if window["mode"] == mode))
 
     modes = {"off": "no events", "on": "events to the server", "sink": "the same events to an empty sink"}
     table = _table(

@@ -18,7 +18,7 @@ from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.metadata import FlashReport, LifetimeMetadata
 from vllm_lifetime.connectors.lifetime.options import parse_options
-from vllm_lifetime.connectors.lifetime.plugin import ensure_supported
+from vllm_lifetime.connectors.lifetime.plugin import ensure_supported, show_log
 from vllm_lifetime.connectors.lifetime.scheduler import LifetimeScheduler
 from vllm_lifetime.connectors.lifetime.stats import LifetimePromMetrics, LifetimeStats
 from vllm_lifetime.connectors.lifetime.worker import LifetimeWorker
@@ -57,6 +57,7 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         ensure_supported()
+        show_log()
         is_scheduler = role == KVConnectorRole.SCHEDULER
         options = parse_options(self._kv_transfer_config.kv_connector_extra_config, check_machine=False)
         layout = KVLayout.of(vllm_config, kv_cache_config)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from vllm.config import KVTransferConfig
 
-__all__ = ["CONNECTOR", "ensure_supported", "register"]
+__all__ = ["CONNECTOR", "ensure_supported", "register", "show_log"]
 
 logger = logging.getLogger("vllm.lifetime")
 
@@ -58,6 +58,17 @@ def ensure_supported() -> None:
     """Raise `UnsupportedVllmError` if `register()` found that this vLLM lacks a seam."""
     if _unsupported is not None:
         raise _unsupported
+
+
+def show_log() -> None:
+    """Let what our modules log stand in vLLM's log, in its form. May be called again.
+
+    vLLM sets up its own modules' loggers only.
+    """
+    ours, theirs = logging.getLogger("vllm_lifetime"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
 
 
 _CHECKED = "_lifetime_options_checked"
@@ -103,6 +114,7 @@ def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
     from vllm_lifetime.control.auth import Guard
     from vllm_lifetime.control.routes import BOUNDARIES_PATH
 
+    show_log()
     try:
         request_naming.install(app.state, METADATA_KEY)
     except UnsupportedVllmError as error:

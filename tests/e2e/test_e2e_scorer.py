@@ -22,24 +22,30 @@ def server(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     directory = tmp_path_factory.mktemp("scorer")
     state = directory / "state.json"
     api = servers.get(
-        "float32", host_blocks=120, predictor_path=str(directory / "missing.npz"), state_path=str(state), prefetch="conservative"
+        "float32",
+        host_blocks=120,
+        eviction_policy="lifetime",
+        predictor_path=str(directory / "missing.npz"),
+        state_path=str(state),
+        prefetch="conservative",
     )
     yield api, state
     servers.stop()
 
 
-def push_out(api: Api, session: str) -> None:
-    """Fill HBM with a session that ends: its blocks are retired, the others lie below."""
+def push_out(api: Api, victim: str, session: str) -> None:
+    """Fill HBM with sessions that then end: their blocks are retired, and what `victim` had lies below."""
+    assert hint(api, f"{session} demotes", "kv.demote", session_id=victim)["status"] == "accepted"
     # Little by little: what is evicted at once was never near enough to its eviction to be copied down.
     for number in range(5):
-        api.complete(filler(number, 10 * BLOCK_TOKENS), 1, session=session)
+        api.complete(filler(number, 10 * BLOCK_TOKENS), 1, session=f"{session} {number}")
         api.settle()
-    assert api.boundary("session_end", session_id=session)["blocks"] > 0
+    assert sum(api.boundary("session_end", session_id=f"{session} {number}")["blocks"] for number in range(5)) > 0
 
 
-def ask_for_prefetch(api: Api, message_id: str, **target: Any) -> dict[str, Any]:
-    """A `kv.prefetch` hint; its outcome."""
-    action = {"action_id": "a", "action_type": "kv.prefetch", "action_version": "1.0", "payload": target}
+def hint(api: Api, message_id: str, action_type: str, **target: Any) -> dict[str, Any]:
+    """A hint of one action; its outcome."""
+    action = {"action_id": "a", "action_type": action_type, "action_version": "1.0", "payload": target}
     envelope = {"protocol_version": "0.1", "message_id": message_id, "actions": [action]}
     response = api.http.post("/lifetime/v1/hints", json=envelope)
     assert response.status_code in (200, 202), response.text
@@ -52,9 +58,9 @@ def test_a_prefetched_prompt_is_loaded_or_computed(server: tuple[Api, Path], sto
     api, _ = server
     assert api.ask(PROMPT, session="s").tokens == stock["float32"].cold[PROMPT.name].tokens
     api.settle()
-    push_out(api, "other")
+    push_out(api, "s", "other")
     delta = Delta(api)
-    outcome = ask_for_prefetch(api, "h1", session_id="s")
+    outcome = hint(api, "h1", "kv.prefetch", session_id="s")
     assert outcome["status"] == "accepted" and outcome["blocks"] >= 5, outcome
     delta.await_growth("lifetime_prefetched_blocks_total", outcome="issued")
     api.settle()
@@ -79,7 +85,7 @@ def test_who_is_next_is_not_prefetched(server: tuple[Api, Path], stock: dict[str
         api.boundary("session_end", session_id=f"w{i}")
     api.ask(writer, session="w", metadata={"agent": "writer"})
     api.settle()
-    push_out(api, "other two")
+    push_out(api, "w", "other two")
     delta = Delta(api)
     # The planner has planned: the writer is next.
     api.complete(planner, 1, session="w", metadata={"agent": "planner"})
