@@ -21,6 +21,16 @@ NUM_BLOCKS = 48
 LOGGER = "vllm_lifetime.connectors.lifetime"
 
 
+@pytest.fixture
+def make_engine(make_engine: Callable[..., SimulatedEngine]) -> Callable[..., SimulatedEngine]:
+    """Makes engines with the scorer on."""
+
+    def make(num_blocks: int, options: dict[str, Any] | None = None, **arguments: Any) -> SimulatedEngine:
+        return make_engine(num_blocks, {"eviction_policy": "lifetime", **(options or {})}, **arguments)
+
+    return make
+
+
 def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
     """Serve one request to its end; returns how many of its prompt tokens were not computed."""
     engine.add(name, tokens, **{"max_tokens": 2, **arguments})

@@ -13,6 +13,16 @@ from simulated_engine import BLOCK_SIZE, SimulatedEngine, prompt, tiers
 NUM_BLOCKS = 48
 
 
+@pytest.fixture
+def make_engine(make_engine: Callable[..., SimulatedEngine]) -> Callable[..., SimulatedEngine]:
+    """Makes engines with the scorer on."""
+
+    def make(num_blocks: int, options: dict[str, Any] | None = None, **arguments: Any) -> SimulatedEngine:
+        return make_engine(num_blocks, {"eviction_policy": "lifetime", **(options or {})}, **arguments)
+
+    return make
+
+
 def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
     """Serve one request to its end; returns how many of its prompt tokens were not computed."""
     engine.add(name, tokens, **{"max_tokens": 1, **arguments})
