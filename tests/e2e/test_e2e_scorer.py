@@ -54,14 +54,15 @@ def hint(api: Api, message_id: str, action_type: str, **target: Any) -> dict[str
 
 
 def test_a_prefetched_prompt_is_loaded_or_computed(server: tuple[Api, Path], stock: dict[str, Stock]) -> None:
-    """`kv.prefetch` brings a session's blocks up while the server is idle: vLLM's own hit, no load, stock's tokens."""
+    """A session's blocks come up into retired space while the server is idle: vLLM's own hit, no load, stock's tokens."""
     api, _ = server
     assert api.ask(PROMPT, session="s").tokens == stock["float32"].cold[PROMPT.name].tokens
     api.settle()
-    push_out(api, "s", "other")
     delta = Delta(api)
+    push_out(api, "s", "other")
+    # The forecast may have been faster: then there is nothing left to wish for.
     outcome = hint(api, "h1", "kv.prefetch", session_id="s")
-    assert outcome["status"] == "accepted" and outcome["blocks"] >= 5, outcome
+    assert outcome["status"] == "accepted", outcome
     delta.await_growth("lifetime_prefetched_blocks_total", outcome="issued")
     api.settle()
     answer = api.ask(PROMPT, session="s")
@@ -85,8 +86,8 @@ def test_who_is_next_is_not_prefetched(server: tuple[Api, Path], stock: dict[str
         api.boundary("session_end", session_id=f"w{i}")
     api.ask(writer, session="w", metadata={"agent": "writer"})
     api.settle()
-    push_out(api, "w", "other two")
     delta = Delta(api)
+    push_out(api, "w", "other two")
     # The planner has planned: the writer is next.
     api.complete(planner, 1, session="w", metadata={"agent": "planner"})
     delta.await_growth("lifetime_prefetched_blocks_total", outcome="issued")
