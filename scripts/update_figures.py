@@ -254,7 +254,6 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "flash_cold": _flash,
     "no_hints": _no_hints,
     "prediction": _prediction,
-    "boundary_load": _boundary_load,
     "boundary_load_batched": _boundary_load,
     "replay": _replay,
     "replay_hover": _replay,
