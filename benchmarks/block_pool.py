@@ -16,7 +16,6 @@ Ending is `AccessTable.end` of a reader that alone reads all runs: it may grow w
 """
 
 import argparse
-import gc
 import json
 import logging
 import statistics
@@ -30,6 +29,7 @@ from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
+from benchmarks.timing import QuietGc
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
 from vllm_lifetime.pool.access import AccessTable
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Reader, Run, retired_rank
@@ -194,19 +194,6 @@ def measure_end(num_runs: int, blocks_per_run: int, repeats: int) -> Row:
         "end_us": microseconds,
         "us_per_run": microseconds / num_runs,
     }
-
-
-class QuietGc:
-    """No collection while timing; what exists already is not looked at again."""
-
-    def __enter__(self) -> None:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        gc.enable()
-        gc.unfreeze()
 
 
 def calls_table(rows: Sequence[Row]) -> Table:

@@ -18,7 +18,6 @@ Figures are CPU time of one thread. PBKV's (its table 4) are beside ours.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -32,6 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.timing import QuietGc
 from vllm_lifetime.policy.eviction import EVICTION_POLICIES
 from vllm_lifetime.policy.prefetch import PrefetchBudget, PrefetchPlanner, TransferRates
 from vllm_lifetime.policy.scorer import Scorer
@@ -271,19 +271,6 @@ def row(name: str, num_blocks: int | None, nanoseconds: list[float]) -> Row:
         "p99_us": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] / 1000,
         "count": len(ordered),
     }
-
-
-class QuietGc:
-    """No collection while timing."""
-
-    def __enter__(self) -> None:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        gc.enable()
-        gc.unfreeze()
 
 
 def table_of(rows: list[Row]) -> Table:

@@ -256,9 +256,6 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "prediction": _prediction,
     "boundary_load_batched": _boundary_load,
     "replay": _replay,
-    "replay_hover": _replay,
-    "replay_swebench": _replay,
-    "replay_financebench": _replay,
 }
 
 if __name__ == "__main__":

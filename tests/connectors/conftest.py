@@ -38,6 +38,16 @@ def make_engine(model: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def make_scored(make_engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes simulated engines with the scorer on."""
+
+    def make(num_blocks: int, options: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        return make_engine(num_blocks, {"eviction_policy": "lifetime", **(options or {})}, **arguments)
+
+    return make
+
+
+@pytest.fixture
 def counters() -> Callable[[Any], Counter[str]]:
     """An engine's counters so far, as `name.label.label`."""
 

@@ -296,3 +296,19 @@ class SimulatedEngine:
         """Close the worker's files and threads."""
         if self.worker is not None:
             self.worker.shutdown()
+
+
+def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
+    """Serve one request to its end; returns how many of its prompt tokens were not computed."""
+    engine.add(name, tokens, **arguments)
+    engine.run()
+    return engine.cached_tokens[name]
+
+
+def damage_every_slot(path: Path, num_slots: int = 250) -> None:
+    """Flip a bit in every payload page of a flash file: the table and header lie before."""
+    content = bytearray(path.read_bytes())
+    for offset in range(len(content) - num_slots * 4096, len(content), 4096):
+        content[offset + 64] ^= 4
+    with path.open("r+b") as file:
+        file.write(content)

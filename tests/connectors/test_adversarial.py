@@ -4,11 +4,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from simulated_engine import BLOCK_BYTES, BLOCK_SIZE, SimulatedEngine, prompt, tiers
+from simulated_engine import serve as serve_request
 from vllm.logger import _print_warning_once
 
 from vllm_lifetime.connectors.lifetime.options import OptionsError
@@ -18,11 +20,7 @@ from vllm_lifetime.flash import device as flash_device
 NUM_BLOCKS = 48
 
 
-def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
-    """Serve one request to its end; returns how many of its prompt tokens were not computed."""
-    engine.add(name, tokens, **{"max_tokens": 1, **arguments})
-    engine.run()
-    return engine.cached_tokens[name]
+serve = partial(serve_request, max_tokens=1)
 
 
 def fill(engine: SimulatedEngine, seeds: range) -> None:

@@ -6,12 +6,14 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from simulated_engine import BLOCK_BYTES, SimulatedEngine, prompt, tiers
+from simulated_engine import serve as serve_request
 
 from vllm_lifetime.connectors.lifetime.forecasting import Forecasting
 from vllm_lifetime.connectors.lifetime.learned_state import LearnedState
@@ -21,21 +23,7 @@ NUM_BLOCKS = 48
 LOGGER = "vllm_lifetime.connectors.lifetime"
 
 
-@pytest.fixture
-def make_engine(make_engine: Callable[..., SimulatedEngine]) -> Callable[..., SimulatedEngine]:
-    """Makes engines with the scorer on."""
-
-    def make(num_blocks: int, options: dict[str, Any] | None = None, **arguments: Any) -> SimulatedEngine:
-        return make_engine(num_blocks, {"eviction_policy": "lifetime", **(options or {})}, **arguments)
-
-    return make
-
-
-def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
-    """Serve one request to its end; returns how many of its prompt tokens were not computed."""
-    engine.add(name, tokens, **{"max_tokens": 2, **arguments})
-    engine.run()
-    return engine.cached_tokens[name]
+serve = partial(serve_request, max_tokens=2)
 
 
 def run_workflow(engine: SimulatedEngine, number: int, agents: tuple[str, ...] = ("planner", "writer", "planner")) -> None:
@@ -69,9 +57,9 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     return caplog
 
 
-def test_the_metrics_do_not_tell_what_the_scorer_does(make_engine: Callable[..., SimulatedEngine], counters: Any) -> None:
+def test_the_metrics_do_not_tell_what_the_scorer_does(make_scored: Callable[..., SimulatedEngine], counters: Any) -> None:
     """Forecasts are made at each invocation, judged by the next, and better than chance on workflows that repeat."""
-    engine = make_engine(NUM_BLOCKS, {})
+    engine = make_scored(NUM_BLOCKS, {})
     for number in range(12):
         run_workflow(engine, number)
     engine.settle()
@@ -90,9 +78,9 @@ def test_the_metrics_do_not_tell_what_the_scorer_does(make_engine: Callable[...,
 
 
 @pytest.mark.parametrize("policy", ["lru", "kvflow", "ttl", "time"])
-def test_a_policy_without_boundaries_retires_something(make_engine: Callable[..., SimulatedEngine], policy: str) -> None:
+def test_a_policy_without_boundaries_retires_something(make_scored: Callable[..., SimulatedEngine], policy: str) -> None:
     """What a policy is not to know changes nothing: no block is retired, whatever ends."""
-    engine = make_engine(NUM_BLOCKS, {"eviction_policy": policy})
+    engine = make_scored(NUM_BLOCKS, {"eviction_policy": policy})
     for number in range(4):
         for i, agent in enumerate(("planner", "writer")):
             who = {"workflow_id": f"w{number}", "agent": agent}
@@ -108,9 +96,9 @@ def order_of(engine: SimulatedEngine) -> list[int]:
     return [block.block_id for block in engine.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()]
 
 
-def test_metadata_changes_the_order_of_lru(make_engine: Callable[..., SimulatedEngine]) -> None:
+def test_metadata_changes_the_order_of_lru(make_scored: Callable[..., SimulatedEngine]) -> None:
     """`lru` with metadata evicts block by block as stock vLLM does."""
-    engines = [make_engine(NUM_BLOCKS, {"eviction_policy": "lru"}), make_engine(NUM_BLOCKS)]
+    engines = [make_scored(NUM_BLOCKS, {"eviction_policy": "lru"}), make_scored(NUM_BLOCKS)]
     for number in range(12):
         for engine in engines:
             who = {"workflow_id": f"w{number % 3}", "agent": "planner"} if engine is engines[0] else None
@@ -120,10 +108,10 @@ def test_metadata_changes_the_order_of_lru(make_engine: Callable[..., SimulatedE
         assert order_of(engines[0]) == order_of(engines[1])
 
 
-def test_the_forecast_changes_nothing(make_engine: Callable[..., SimulatedEngine]) -> None:
+def test_the_forecast_changes_nothing(make_scored: Callable[..., SimulatedEngine]) -> None:
     """Of two live workflows of equal age the one whose agent is never called again is evicted first, though it was used last."""
     for policy, survivor in (("lifetime", "writer"), ("lifecycle", "planner")):
-        engine = make_engine(NUM_BLOCKS, {"eviction_policy": policy})
+        engine = make_scored(NUM_BLOCKS, {"eviction_policy": policy})
         for number in range(10):
             run_workflow(engine, number, ("planner", "writer", "writer", "writer"))
         # The planner's own prompt is read last; whoever plans writes next, and never plans again.
@@ -138,7 +126,7 @@ def test_the_forecast_changes_nothing(make_engine: Callable[..., SimulatedEngine
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 truncated", b"not a predictor", "other agents"])
 def test_a_bad_predictor_file_ends_the_engine(
-    make_engine: Callable[..., SimulatedEngine], tmp_path: Path, counters: Any, warnings: pytest.LogCaptureFixture, content: Any
+    make_scored: Callable[..., SimulatedEngine], tmp_path: Path, counters: Any, warnings: pytest.LogCaptureFixture, content: Any
 ) -> None:
     """Missing, empty, truncated, something else: one warning, and the online model serves. For other agents: it serves, too."""
     path = tmp_path / "agents.npz"
@@ -149,7 +137,7 @@ def test_a_bad_predictor_file_ends_the_engine(
         write_predictor_file(path, header, arrays)
     elif content is not None:
         path.write_bytes(content)
-    engine = make_engine(NUM_BLOCKS, {"predictor_path": str(path)})
+    engine = make_scored(NUM_BLOCKS, {"predictor_path": str(path)})
     assert len(warnings_of(warnings, "predictor_path")) == (content != "other agents")
     for number in range(3):
         run_workflow(engine, number)
@@ -158,16 +146,16 @@ def test_a_bad_predictor_file_ends_the_engine(
     assert counters(engine)["predictions.online.made"] == 9
 
 
-def test_what_was_learned_is_lost_at_a_restart(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+def test_what_was_learned_is_lost_at_a_restart(make_scored: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
     """Written at shutdown, read at start; nothing is left behind but the file."""
     options = {"state_path": str(tmp_path / "state.json")}
-    engine = make_engine(NUM_BLOCKS, options)
+    engine = make_scored(NUM_BLOCKS, options)
     for number in range(6):
         run_workflow(engine, number)
     learned = forecasting_of(engine).online.predict(["planner", "writer"])
     engine.connector.shutdown()
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
-    again = forecasting_of(make_engine(NUM_BLOCKS, options))
+    again = forecasting_of(make_scored(NUM_BLOCKS, options))
     forecast = again.online.predict(["planner", "writer"])
     assert forecast.agents == learned.agents
     assert np.allclose(forecast.probabilities, learned.probabilities, atol=1e-3)
@@ -187,12 +175,12 @@ def test_what_was_learned_is_lost_at_a_restart(make_engine: Callable[..., Simula
     ],
 )
 def test_a_damaged_state_file_ends_the_engine(
-    make_engine: Callable[..., SimulatedEngine], tmp_path: Path, warnings: pytest.LogCaptureFixture, content: bytes
+    make_scored: Callable[..., SimulatedEngine], tmp_path: Path, warnings: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     """One warning, a fresh start, and the next write replaces it."""
     path = tmp_path / "state.json"
     path.write_bytes(content)
-    engine = make_engine(NUM_BLOCKS, {"state_path": str(path)})
+    engine = make_scored(NUM_BLOCKS, {"state_path": str(path)})
     assert len(warnings_of(warnings, "state_path")) == 1
     run_workflow(engine, 0)
     engine.connector.shutdown()
@@ -227,10 +215,10 @@ def test_a_state_that_changes_while_it_is_written_is_torn(tmp_path: Path) -> Non
     state.shutdown()
 
 
-def test_requests_and_boundaries_are_not_recorded(make_engine: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
+def test_requests_and_boundaries_are_not_recorded(make_scored: Callable[..., SimulatedEngine], tmp_path: Path) -> None:
     """`record_path`: each request's start and end and each boundary, with equal numbers for equal blocks and no token."""
     path = tmp_path / "trace.jsonl"
-    engine = make_engine(NUM_BLOCKS, {"record_path": str(path)})
+    engine = make_scored(NUM_BLOCKS, {"record_path": str(path)})
     run_workflow(engine, 1)
     engine.connector.shutdown()
     rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
@@ -242,9 +230,9 @@ def test_requests_and_boundaries_are_not_recorded(make_engine: Callable[..., Sim
     assert rows[-1]["event"] == "session_end"
 
 
-def test_hidden_states_reach_a_predictor_that_does_not_ask(make_engine: Callable[..., SimulatedEngine]) -> None:
+def test_hidden_states_reach_a_predictor_that_does_not_ask(make_scored: Callable[..., SimulatedEngine]) -> None:
     """Rows of running requests refresh their forecast; those of requests that are over or unknown are left out."""
-    engine = make_engine(NUM_BLOCKS, {"hidden_states": True})
+    engine = make_scored(NUM_BLOCKS, {"hidden_states": True})
     forecasting = forecasting_of(engine)
     seen: list[Any] = []
     predict = forecasting.predictor.predict
@@ -279,10 +267,10 @@ def test_the_scorer_imports_torch() -> None:
 
 @pytest.mark.parametrize("host,flash", [(8, 0), (0, 16), (8, 16)])
 def test_an_idle_engine_copies_the_same_blocks_for_ever(
-    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int
+    make_scored: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int
 ) -> None:
     """Tiers full of what is worth more: the copy of what is worth least was the first to go there, was missed, and made again."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, host, flash))
     for number in range(4):
         run_workflow(engine, number, ("planner", "writer", "writer", "writer"))
     for number in range(20, 30):

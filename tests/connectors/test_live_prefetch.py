@@ -4,30 +4,18 @@
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_engine import BLOCK_SIZE, SimulatedEngine, prompt, tiers
+from simulated_engine import BLOCK_SIZE, SimulatedEngine, damage_every_slot, prompt, tiers
+from simulated_engine import serve as serve_request
 
 NUM_BLOCKS = 48
 
 
-@pytest.fixture
-def make_engine(make_engine: Callable[..., SimulatedEngine]) -> Callable[..., SimulatedEngine]:
-    """Makes engines with the scorer on."""
-
-    def make(num_blocks: int, options: dict[str, Any] | None = None, **arguments: Any) -> SimulatedEngine:
-        return make_engine(num_blocks, {"eviction_policy": "lifetime", **(options or {})}, **arguments)
-
-    return make
-
-
-def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
-    """Serve one request to its end; returns how many of its prompt tokens were not computed."""
-    engine.add(name, tokens, **{"max_tokens": 1, **arguments})
-    engine.run()
-    return engine.cached_tokens[name]
+serve = partial(serve_request, max_tokens=1)
 
 
 def step_while(engine: SimulatedEngine, condition: Callable[[], bool], limit: int = 3000) -> None:
@@ -77,10 +65,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("host,flash", [(100, 0), (0, 250), (8, 250)])
 def test_a_wish_is_loaded_when_the_request_comes(
-    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int
+    make_scored: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int
 ) -> None:
     """What was asked for is a local hit, byte for byte, when the request comes; an idle engine fetches it and then rests."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, host, flash))
     tokens = evict_session(engine)
     before = counters(engine)
     outcome = hint(engine, "h", session_id="s")
@@ -101,9 +89,9 @@ def test_a_wish_is_loaded_when_the_request_comes(
     }  # fmt: skip
 
 
-def test_what_is_likely_next_is_not_fetched(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+def test_what_is_likely_next_is_not_fetched(make_scored: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
     """Without any wish: the agent that the forecast names is fetched into retired space, while another request decodes."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, 100, 0))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, 100, 0))
     for i in range(4):  # the online model learns that the writer follows the planner
         for agent in ("planner", "writer"):
             who = {"workflow_id": f"w{i}", "agent": agent, "agent_id": agent}
@@ -131,10 +119,10 @@ def test_what_is_likely_next_is_not_fetched(make_engine: Callable[..., Simulated
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("host,flash", [(100, 0), (0, 250)])
 def test_an_allocation_waits_for_a_prefetch(
-    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int
+    make_scored: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int, flash: int
 ) -> None:
     """A request that needs all of HBM is admitted at once: the transfer is ended and writes no block that was handed out."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, host, flash))
     tokens = evict_session(engine)
     pool = engine.scheduler.kv_cache_manager.block_pool
     copies = engine.worker._worker_side._copies
@@ -163,10 +151,10 @@ def test_an_allocation_waits_for_a_prefetch(
 
 @pytest.mark.usefixtures("quiet")
 def test_a_reset_leaves_a_prefetched_block_readable(
-    make_engine: Callable[..., SimulatedEngine], tmp_path: Path
+    make_scored: Callable[..., SimulatedEngine], tmp_path: Path
 ) -> None:
     """R25: what was on its way up when the cache was reset is not hit after it."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, 100, 0))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, 100, 0))
     tokens = evict_session(engine)
     pool = engine.scheduler.kv_cache_manager.block_pool
     hint(engine, "h", session_id="s")
@@ -179,16 +167,11 @@ def test_a_reset_leaves_a_prefetched_block_readable(
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_damaged_block_is_prefetched(make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
+def test_a_damaged_block_is_prefetched(make_scored: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path) -> None:
     """A block that does not verify goes back empty, is counted, and is computed when it is asked for."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, 0, 250))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, 0, 250))
     tokens = evict_session(engine)
-    path = tmp_path / "flash.kv"
-    content = bytearray(path.read_bytes())
-    for offset in range(len(content) - 250 * 4096, len(content), 4096):
-        content[offset + 64] ^= 4
-    with path.open("r+b") as file:
-        file.write(content)
+    damage_every_slot(tmp_path / "flash.kv")
     hint(engine, "h", session_id="s")
     engine.settle(5000)
     engine.check_conservation()
@@ -207,10 +190,10 @@ def test_a_damaged_block_is_prefetched(make_engine: Callable[..., SimulatedEngin
     ],
 )
 def test_no_wrong_kv_with_prefetch(
-    make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, prefetch: str, host: int, flash: int, seed: int
+    make_scored: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, prefetch: str, host: int, flash: int, seed: int
 ) -> None:
     """Workflows with pauses, evictions, preemptions, aborts, ends, wishes and resets at once; every byte is checked."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host, flash, prefetch=prefetch))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, host, flash, prefetch=prefetch))
     rng = random.Random(seed)
     shared = [prompt(1000 + i, 100) for i in range(3)]
     for i in range(400):
@@ -243,10 +226,10 @@ def test_no_wrong_kv_with_prefetch(
 
 @pytest.mark.parametrize("options,reason", [({"prefetch": "off"}, "is off"), ({"eviction_policy": "lifecycle"}, "is off")])
 def test_a_prefetch_is_accepted_though_it_is_off(
-    make_engine: Callable[..., SimulatedEngine], tmp_path: Path, options: dict[str, Any], reason: str
+    make_scored: Callable[..., SimulatedEngine], tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     """It is refused with a reason."""
-    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, 20, 0, **options))
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, 20, 0, **options))
     serve(engine, "s", prompt(1, 64), session_id="s")
     outcome = hint(engine, "h", session_id="s")
     assert outcome["status"] == "rejected" and reason in outcome["reason"]

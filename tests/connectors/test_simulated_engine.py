@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_engine import BLOCK_SIZE, SimulatedEngine, WrongKV, chain, prompt, tiers
+from simulated_engine import BLOCK_SIZE, SimulatedEngine, WrongKV, chain, damage_every_slot, prompt, serve, tiers
 
 NUM_BLOCKS = 48
 
@@ -20,13 +20,6 @@ def fill(engine: SimulatedEngine, seeds: range, length: int = 320) -> None:
         engine.add(f"fill-{engine.num_steps}-{seed}", prompt(seed, length), max_tokens=1)
         engine.run()
         engine.settle()
-
-
-def serve(engine: SimulatedEngine, name: str, tokens: list[int], **arguments: Any) -> int:
-    """Serve one request to its end; returns how many of its prompt tokens were not computed."""
-    engine.add(name, tokens, **arguments)
-    engine.run()
-    return engine.cached_tokens[name]
 
 
 def random_workload(engine: SimulatedEngine, seed: int, steps: int, abort: float = 0.03, reset: float = 0.005) -> None:
@@ -145,13 +138,7 @@ def test_a_damaged_flash_block_is_recomputed(make_engine: Callable[..., Simulate
     """R4, R20: bit flips on the device cost a recomputation, not a token, and the block is not asked again."""
     engine = make_engine(NUM_BLOCKS, tiers(tmp_path, host=0, flash=250))
     fill(engine, range(8))
-    path = tmp_path / "flash.kv"
-    content = bytearray(path.read_bytes())
-    # Every payload page: the table and header lie before.
-    for offset in range(len(content) - 250 * 4096, len(content), 4096):
-        content[offset + 64] ^= 4
-    with path.open("r+b") as file:
-        file.write(content)
+    damage_every_slot(tmp_path / "flash.kv")
     serve(engine, "again", prompt(0, 320))
     totals = counters(engine)
     assert totals["loads.failed"] == 1

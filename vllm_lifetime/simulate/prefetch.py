@@ -51,8 +51,6 @@ class PrefetchingPolicy(ScoredPolicy):
         super().__init__(policy, models)
         self._bandwidth = bandwidth_blocks_per_s
         self._rho = rho
-        self.num_prefetched = 0
-        """Blocks copied up."""
 
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
@@ -104,7 +102,6 @@ class PrefetchingPolicy(ScoredPolicy):
                 continue
             cache.start(path[:end], reading.prompt, reading.output, reading.boundary_blocks)
             cache.finish(path[:end])
-            self.num_prefetched += end - cached
             budget -= end - cached
             if not budget:
                 return
