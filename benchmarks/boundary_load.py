@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a stream of boundary events costs: decode throughput with and without, and how long each event takes.
 
-One real server with the lifetime connector decodes several streams without pause. Windows of three kinds take turns: `off` (no
-events), `on` (RATE events per second, by default one per POST) and `sink` (the same events to a process that only answers: what
+One real server with the lifetime connector decodes several streams without pause. Its worker has the core that vLLM bound it to
+for itself; the API server, EngineCore and the generator share the others. Windows of three kinds take turns: `off` (no events),
+`on` (RATE events per second, by default one per POST) and `sink` (the same events to a process that only answers: what
 the generator costs on the same machine). The generator is a process of its own and sends in open loop: a POST is sent when the
 last of its events is due, whether or not the ones before have been answered, and its latency counts from when it was due.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -52,6 +54,9 @@ SESSIONS = 200
 """Sessions that the events are about. Each has a prompt in the cache before a window, which its first end retires."""
 
 SESSION_PREFIX = "load-"
+REPORT_TIMEOUT_S = 60.0
+"""Seconds beside `GRACE_S` for the generator to end: on busy cores its last answers and its report take long."""
+
 READY_TIMEOUT_S = 60.0
 STYLE: dict[str, Any] = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
 
@@ -118,6 +123,9 @@ class Window:
     engine_cpu: float
     """CPU seconds of EngineCore and workers per second."""
 
+    calls_s: float = 0.0
+    """Seconds per second that the thread which schedules spent on events: what decoding loses at least, on any machine."""
+
     events: Events | None = None
 
 
@@ -160,6 +168,28 @@ def summarize(windows: Sequence[Window]) -> dict[str, Any]:
     report["rate"] = statistics.median(run.rate for run in runs)
     report["failed"] = sum(run.failed for run in runs)
     return report
+
+
+def give_workers_their_cores(api: psutil.Process) -> list[int]:
+    """Let the server's workers alone have the cores that vLLM bound them to; move all else, this process included, to the others.
+
+    vLLM binds a CPU worker's threads, but keeps nobody else from those cores: EngineCore, which spins while it waits for a step,
+    and the API server are run there as well. Processes that this one starts later inherit its cores. Returns the workers' cores;
+    empty, and nothing is moved, if no worker is bound or no core is left.
+    """
+    mine = os.sched_getaffinity(0)
+    children = api.children(recursive=True)
+    workers = [child for child in children if "Worker" in " ".join(child.cmdline())]
+    bound = [os.sched_getaffinity(thread.id) for worker in workers for thread in worker.threads()]
+    cores = set().union(*(some for some in bound if some != mine))
+    others = mine - cores
+    if not cores or not others:
+        return []
+    for process in [psutil.Process(), api, *children]:
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores if process in workers else others)
+    return sorted(cores)
 
 
 class DecodeLoad:
@@ -272,12 +302,23 @@ class Bench:
             after = await self._read_counters()
             events = None
             if sender is not None:
-                async with asyncio.timeout(2 * GRACE_S):
-                    output, _ = await sender.communicate()
-                events = read_events(json.loads(output))
+                events = read_events(await self._read_report(sender))
         self._server.check_alive()
-        elapsed, tokens, api_s, engine_s = (b - a for a, b in zip(before, after, strict=True))
-        return Window(mode, elapsed, tokens / elapsed, api_s / elapsed, engine_s / elapsed, events)
+        elapsed, *counts = (b - a for a, b in zip(before, after, strict=True))
+        return Window(mode, elapsed, *(count / elapsed for count in counts), events=events)
+
+    @staticmethod
+    async def _read_report(sender: asyncio.subprocess.Process) -> dict[str, Any]:
+        """What the generator prints last. Raises `ServerError` if it does not end or prints none."""
+        try:
+            async with asyncio.timeout(GRACE_S + REPORT_TIMEOUT_S):
+                output, _ = await sender.communicate()
+            report: dict[str, Any] = json.loads(output)
+        except TimeoutError:
+            raise ServerError(f"the generator of events did not end {GRACE_S + REPORT_TIMEOUT_S:g} s after its window") from None
+        except ValueError:
+            raise ServerError(f"the generator of events ended with exit code {sender.returncode} and no report") from None
+        return report
 
     def _sender_arguments(self, port: str, seconds: float) -> list[str]:
         return [
@@ -292,14 +333,17 @@ class Bench:
             *("--run", f"w{self._count}"),
         ]
 
-    async def _read_counters(self) -> tuple[float, float, float, float]:
-        """Now, tokens generated, CPU seconds of the API server, and of EngineCore and workers."""
+    async def _read_counters(self) -> tuple[float, float, float, float, float]:
+        """Now, tokens, CPU seconds of the API server, of EngineCore and workers, and seconds of events in EngineCore."""
         async with httpx.AsyncClient(base_url=self._server.base_url, timeout=30.0) as client:
             response = await client.get("/metrics")
         now = time.monotonic()
         response.raise_for_status()
-        times = [self._cpu_s(self._api), sum(self._cpu_s(child) for child in self._api.children(recursive=True))]
-        return now, metric_sum(parse_metrics(response.text), "vllm:generation_tokens_total"), times[0], times[1]
+        metrics = parse_metrics(response.text)
+        tokens = metric_sum(metrics, "vllm:generation_tokens_total")
+        calls_s = metric_sum(metrics, "vllm:lifetime_control_call_seconds_sum", call="boundaries")
+        engine_cpu_s = sum(self._cpu_s(child) for child in self._api.children(recursive=True))
+        return now, tokens, self._cpu_s(self._api), engine_cpu_s, calls_s
 
     @staticmethod
     def _cpu_s(process: psutil.Process) -> float:
@@ -336,10 +380,11 @@ async def run_windows(bench: Bench, seconds: float, repeats: int) -> list[Window
 def as_tables(windows: Sequence[Window], report: dict[str, Any], load: Load) -> list[Table]:
     """Each window, and the medians."""
     each = Table(title=f"{load}\nEach window; cores used by each process; ms from when a POST was due", **STYLE)
-    for column in ("mode", "tokens/s", "API", "engine", "sender", "events/s", "p50", "p99", "max", "failed"):
+    for column in ("mode", "tokens/s", "API", "engine", "in step", "sender", "events/s", "p50", "p99", "max", "failed"):
         each.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     for window in windows:
         cells = [window.mode, f"{window.tokens_per_s:.1f}", f"{window.api_cpu:.2f}", f"{window.engine_cpu:.2f}"]
+        cells.append(f"{window.calls_s:.2%}")
         events = window.events
         if events is not None:
             cells += [f"{events.generator_cpu:.2f}", f"{events.rate:.0f}"]
@@ -372,6 +417,8 @@ def main(
     respond_async: Annotated[
         bool, typer.Option("--respond-async/--wait", help="Ask for an answer at once, or for one with the outcomes.")
     ] = True,
+    model_layers: Annotated[int, typer.Option(help="Layers of the model.", min=1, max=64)] = Settings.model_layers,
+    model_hidden: Annotated[int, typer.Option(help="Its hidden size; 64 divides it.", min=64, max=8192)] = Settings.model_hidden,
     access_log: Annotated[bool, typer.Option(help="Let the server log each POST, which is vLLM's default.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the model and the server's log.")] = Path("build"),
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
@@ -382,8 +429,8 @@ def main(
     from scripts.make_test_model import make_test_model
 
     load = Load(rate, connections, events_per_post, respond_async)
-    settings = Settings(max_num_seqs=streams)
-    model = make_test_model(out / "demo-model", layers=settings.model_layers, hidden=settings.model_hidden)
+    settings = Settings(max_num_seqs=streams, model_layers=model_layers, model_hidden=model_hidden)
+    model = make_test_model(out / "boundary-load-model", layers=settings.model_layers, hidden=settings.model_hidden)
     server = VllmServer(
         model,
         log_path=out / "boundary-load.log",
@@ -394,6 +441,7 @@ def main(
     try:
         with console.status(f"starting vLLM (log: {server.log_path})"):
             server.start()
+        cores = give_workers_their_cores(psutil.Process(server.pid))
         windows = asyncio.run(run_windows(Bench(server, streams, load), seconds, repeats))
     except (ServerError, httpx.HTTPError) as error:
         message = f"The benchmark failed. {type(error).__name__}: {error}\n{server.log_tail()}"
@@ -405,7 +453,8 @@ def main(
     for table in as_tables(windows, report, load):
         console.print(table)
     if json_path is not None:
-        asked = asdict(load) | {"seconds": seconds, "streams": streams, "access_log": access_log}
+        asked = asdict(load) | {"seconds": seconds, "streams": streams, "access_log": access_log, "worker_cores": cores}
+        asked |= {"model_layers": model_layers, "model_hidden": model_hidden}
         where = {"machine": machine(), "versions": versions()}
         whole = report | {"settings": asked} | where | {"windows": [asdict(window) for window in windows]}
         json_path.parent.mkdir(parents=True, exist_ok=True)

@@ -203,9 +203,12 @@ def _boundary_load(report: dict[str, Any]) -> str:
 
     modes = {"off": "no events", "on": "events to the server", "sink": "the same events to an empty sink"}
     table = _table(
-        ("", "tokens/s", "API server, cores", "engine, cores"),
+        ("", "tokens/s", "API server, cores", "engine and worker, cores", "of the scheduler thread's time"),
         [
-            [label, f"{median(mode, 'tokens_per_s'):.0f}", f"{median(mode, 'api_cpu'):.2f}", f"{median(mode, 'engine_cpu'):.2f}"]
+            [
+                *(label, f"{median(mode, 'tokens_per_s'):.0f}", f"{median(mode, 'api_cpu'):.2f}"),
+                *(f"{median(mode, 'engine_cpu'):.2f}", f"{median(mode, 'calls_s'):.2%}"),
+            ]
             for mode, label in modes.items()
         ],
     )

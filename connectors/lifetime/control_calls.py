@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import Boundary, BoundaryKind, Outcome, OutcomeStatus
 from vllm_lifetime.connectors.lifetime import stats
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["ControlCalls"]
 
 Answer = dict[str, Any]
+
+_EVENTS = TypeAdapter(list[Boundary])
+_OUTCOMES = TypeAdapter(list[Outcome])
+
+CHANGING = frozenset({"boundaries", "hints", "release"})
+"""Calls that change something; the others only look."""
 
 CLASSES_MAX_AGE_S = 0.5
 """How old the counts by class may be that are shown again: to count them walks every run."""
@@ -65,15 +73,21 @@ class ControlCalls:
         """
         if method not in self._calls:
             raise ValueError(f"the lifetime connector has no call {method!r}")
+        began_s = time.perf_counter()
         # An idle engine takes no step in which it would be noticed that a time is over.
         self._scheduler.expire()
-        return self._calls[method](payload)
+        answer = self._calls[method](payload)
+        if method in CHANGING:
+            # Views cause no step, which is when observations leave: those of an idle engine would pile up.
+            self._recorder.observe(stats.CONTROL_CALL_SECONDS, method, value=time.perf_counter() - began_s)
+        return answer
 
     # ------------------------------------------------------------------ boundaries and hints
 
     def _apply_boundaries(self, payload: dict[str, Any]) -> Answer:
-        outcomes = [self._apply(Boundary.model_validate(item)).model_dump(mode="json") for item in payload["events"]]
-        return {"outcomes": outcomes}
+        # The whole list at once is cheaper than one by one, and no event of a list is acted on if one is not valid.
+        outcomes = [self._apply(event) for event in _EVENTS.validate_python(payload["events"])]
+        return {"outcomes": _OUTCOMES.dump_python(outcomes, mode="json")}
 
     def _apply(self, event: Boundary) -> Outcome:
         outcome = self._scheduler.apply_boundary(event)

@@ -88,6 +88,14 @@ CLASS_BLOCKS = Metric(
     ("tier", "class"),
     "Blocks of a tier that a live segment reads, by the segment's class; `shared` where several workflows read it.",
 )
+CONTROL_CALL_SECONDS = Metric(
+    "control_call_seconds",
+    Histogram,
+    ("call",),
+    "Time that the scheduler thread spent on one call of the control API: boundaries (all events that came together), hints, "
+    "release.",
+    STEP_BUCKETS_S,
+)
 HINTS = Metric("hints", PromCounter, ("action", "status"), "Hint actions by type and outcome.")
 REQUESTS = Metric("requests", PromCounter, (), "Requests admitted; one that is preempted counts again.")
 PROMPT_TOKENS = Metric("prompt_tokens", PromCounter, (), "Tokens of admitted requests, of which `hit_tokens` were found.")
@@ -138,6 +146,7 @@ METRICS = (
     SEGMENTS,
     EXPIRED_AGENTS,
     CLASS_BLOCKS,
+    CONTROL_CALL_SECONDS,
     HINTS,
     REQUESTS,
     PROMPT_TOKENS,

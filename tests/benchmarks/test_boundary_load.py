@@ -6,19 +6,32 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import boundary_load
-from benchmarks.boundary_load import Events, Latency, Load, Window, as_tables, read_events, read_latency, summarize
+from benchmarks.boundary_load import (
+    Bench,
+    Events,
+    Latency,
+    Load,
+    Window,
+    as_tables,
+    give_workers_their_cores,
+    read_events,
+    read_latency,
+    summarize,
+)
 from benchmarks.boundary_load_generator import (
     Connection,
     Generator,
@@ -28,6 +41,7 @@ from benchmarks.boundary_load_generator import (
     split_events,
     split_message,
 )
+from benchmarks.server import ServerError
 from vllm_lifetime.boundaries import Boundary, BoundaryKind
 
 ANSWER = make_answer()
@@ -264,7 +278,7 @@ def make_window(mode: str, tokens_per_s: float, p50_ms: float | None = None, fai
     if p50_ms is not None:
         latency = Latency(p50_ms, 10 * p50_ms, 20 * p50_ms)
         events = Events(100, {"202": 100 - failed, "503": failed}, {}, 99.0, latency, latency, 0.1, 0)
-    return Window(mode, 10.0, tokens_per_s, 0.2, 0.9, events)
+    return Window(mode, 10.0, tokens_per_s, 0.2, 0.9, 0.0234, events)
 
 
 WINDOWS = [
@@ -295,4 +309,51 @@ def test_the_tables_show_every_window_and_every_failure() -> None:
     text = console.export_text()
     assert "1000 events/s, 10 per POST, wait" in text
     assert "0.900, 0.990, 0.950" in text
-    assert "198.0" in text and "60.0 ms" in text
+    assert "198.0" in text and "60.0 ms" in text and "2.34%" in text
+
+
+# ---------------------------------------------------------------------- processes
+
+
+SERVER = """
+import subprocess, sys
+worker = "import os, sys; os.sched_setaffinity(0, {%d}); print('bound', flush=True); sys.stdin.read()  # Worker"
+child = subprocess.Popen([sys.executable, "-c", worker % int(sys.argv[1])], stdin=sys.stdin)
+child.wait()
+"""
+
+
+def test_the_worker_keeps_its_core_and_all_else_leaves_it() -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("needs two cores")
+    core = min(before)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(core)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None and server.stdout.readline() == "bound\n"
+        api = psutil.Process(server.pid)
+        assert give_workers_their_cores(api) == [core]
+        assert os.sched_getaffinity(api.children()[0].pid) == {core}
+        assert os.sched_getaffinity(server.pid) == os.sched_getaffinity(0) == before - {core}
+    finally:
+        os.sched_setaffinity(0, before)
+        server.communicate()
+
+
+def test_nothing_is_moved_when_no_worker_is_bound() -> None:
+    before = os.sched_getaffinity(0)
+    assert give_workers_their_cores(psutil.Process()) == []
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_generator_without_a_report_is_an_error_that_says_so() -> None:
+    async def run() -> None:
+        sender = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "raise SystemExit(3)", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        with pytest.raises(ServerError, match="exit code 3 and no report"):
+            await Bench._read_report(sender)
+
+    asyncio.run(run())

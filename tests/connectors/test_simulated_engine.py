@@ -387,6 +387,28 @@ def answer_of(engine: SimulatedEngine, method: str, **payload: Any) -> dict[str,
     return engine.connector.lifetime_call(method, payload)
 
 
+def test_the_time_of_events_is_measured_and_views_of_an_idle_engine_leave_nothing(
+    make_engine: Callable[..., SimulatedEngine],
+) -> None:
+    engine = make_engine(NUM_BLOCKS, {})
+    observations = engine.connector._scheduler_side.recorder.observations
+    for _ in range(3):
+        answer_of(engine, "tiers")
+    assert observations == {}
+    engine.boundary("turn_end", "m1", session_id="s")
+    ((spent_s,),) = observations.values()
+    assert list(observations) == [("control_call_seconds", ("boundaries",))] and 0 < spent_s < 1
+
+
+def test_of_a_list_with_an_event_that_is_not_valid_none_is_acted_on(make_engine: Callable[..., SimulatedEngine]) -> None:
+    engine = make_engine(NUM_BLOCKS, {})
+    serve(engine, "r", prompt(1, 160), max_tokens=1, session_id="s")
+    end = {"message_id": "m1", "kind": "session_end", "session_id": "s"}
+    with pytest.raises(ValueError, match="kind"):
+        answer_of(engine, "boundaries", events=[end, end | {"kind": "unheard_of"}])
+    assert answer_of(engine, "session", session_id="s")["session"]["state"] == "active"
+
+
 def serve_turn(engine: SimulatedEngine, name: str, head: list[int], tail: list[int], **who: Any) -> None:
     """A turn of two requests: the second goes on from the first one's prompt with `tail`."""
     serve(engine, f"{name}-1", head, max_tokens=1, **who)
