@@ -24,7 +24,7 @@ from vllm_lifetime.pool.runs import Reader
 from vllm_lifetime.segments import Segment, SegmentTable
 
 if TYPE_CHECKING:
-    from vllm_lifetime.lifecycle import Lease
+    from vllm_lifetime.sessions import Lease
 
 __all__ = ["Agent", "Continuation", "Reading", "TurnMemory", "common_length"]
 

@@ -19,12 +19,14 @@ agents, ended sessions and message ids for the latest few thousand.
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from vllm_lifetime.agents import Agent, Continuation, Reading, TurnMemory
+from vllm_lifetime.agents import Agent, Reading, TurnMemory
 from vllm_lifetime.boundaries import Boundary, BoundaryKind, Outcome, OutcomeStatus, RequestMetadata
+from vllm_lifetime.conversations import MIN_NEW_TOKENS, MIN_SHARED_TOKENS, Conversations
 from vllm_lifetime.pool.runs import Reader
 from vllm_lifetime.segments import Segment, SegmentTable
+from vllm_lifetime.sessions import EndedSession, Lease, Session
 
 __all__ = [
     "DEFAULT_LEASE_S",
@@ -33,12 +35,7 @@ __all__ = [
     "MAX_IDLE_AGENTS",
     "MAX_LINES",
     "MAX_REMEMBERED_MESSAGES",
-    "MIN_NEW_TOKENS",
-    "MIN_SHARED_TOKENS",
-    "EndedSession",
-    "Lease",
     "Lifecycle",
-    "Session",
 ]
 
 MAX_REMEMBERED_MESSAGES = 8192
@@ -53,98 +50,12 @@ MAX_IDLE_AGENTS = 8192
 MAX_AGENTS = 10_000
 """Agents known at a time; the one not heard of for longest is closed for a new one. What many share has one reader for each."""
 
-SPAWN_WAIT_S = 60.0
-"""Seconds for which an announced sub-agent may be recognised in a conversation that names no agent."""
-
 MAX_LINES = 32
 """Conversations told apart under one name of one lease; the one not heard of for longest is closed for a new one."""
-
-MIN_SHARED_TOKENS = 1024
-"""Nameless conversations that share less than this are different ones: a header or a tool list in common says nothing."""
-
-MIN_NEW_TOKENS = 4096
-"""A nameless request that leaves a conversation in the middle and brings at least so many tokens of its own has compacted it;
-with fewer it is another conversation with the same top. On 431 recorded Claude Code sessions 98.4 % of the blocks behind such
-departures were never read again, and of 45 sub-agents made to share their parent's top 1 was mistaken; sub-agents start small
-(median 1,862 tokens, 90 % below 3,750), compacted contexts large (95 % above 7,040)."""
 
 DEFAULT_LEASE_S = 3600.0
 """Seconds of silence after which an agent is taken for lost. In recorded Claude Code sessions 0.25 % of what is read again is
 read after a longer gap."""
-
-
-class Session:
-    """One session, or one workflow that names no session."""
-
-    __slots__ = (
-        "generation",
-        "key",
-        "last_active",
-        "last_boundary",
-        "last_boundary_at",
-        "leases",
-        "opened_sent_at_s",
-        "session_id",
-    )
-
-    def __init__(
-        self, key: tuple[str | None, str | None], generation: int, opened_sent_at_s: float | None, now: float
-    ) -> None:
-        self.key = key
-        self.session_id = key[0]
-        self.generation = generation
-        self.opened_sent_at_s = opened_sent_at_s
-        self.leases: dict[str, Lease] = {}
-        self.last_active = now
-        self.last_boundary: BoundaryKind | None = None
-        self.last_boundary_at = now
-
-    @property
-    def agents(self) -> list[Agent]:
-        """All agents of all its workflows."""
-        return [agent for lease in self.leases.values() for agent in lease]
-
-    def find_leases(self, workflow_id: str | None) -> list["Lease"]:
-        """Its lease of a workflow, if it has one; of None, all of them."""
-        return [lease for lease in self.leases.values() if workflow_id in (None, lease.workflow_id)]
-
-
-class Lease:
-    """One workflow within one session. After its end a new request with the same ids gets a new one."""
-
-    __slots__ = ("lines", "names_agents", "session", "waiting_spawns", "workflow_id")
-
-    def __init__(self, workflow_id: str, session: Session) -> None:
-        self.workflow_id = workflow_id
-        self.session = session
-        self.lines: dict[str | None, list[Agent]] = {}
-        """By name (`agent_id`, else role, else None): its conversations."""
-        self.waiting_spawns: dict[str, float] = {}
-        """When sub-agents were announced that no request has named yet, oldest first."""
-        self.names_agents = False
-        """Whether a request has named its agent."""
-
-    def __iter__(self) -> Iterator[Agent]:
-        # An announced sub-agent may stand under its own name and among the nameless ones.
-        return iter(dict.fromkeys(agent for lines in self.lines.values() for agent in lines))
-
-    def find(self, name: str | None) -> list[Agent]:
-        """The conversations of the agent called `name`; of None, those of every agent that nobody spawned."""
-        if name is not None:
-            return [agent for agent in self if name in (agent.agent_id, agent.role, agent.name)]
-        return [agent for agent in self if not agent.is_subagent]
-
-
-class EndedSession:
-    """What is remembered of an ended session; `at` is when, on the lifecycle's clock."""
-
-    __slots__ = ("at", "generation", "last_boundary", "sent_at_s")
-
-    def __init__(self, generation: int, sent_at_s: float | None, at: float, last_boundary: BoundaryKind | None) -> None:
-        self.generation = generation
-        self.sent_at_s = sent_at_s
-        self.at = at
-        self.last_boundary = last_boundary
 
 
 class Lifecycle:
@@ -175,9 +86,7 @@ class Lifecycle:
         self.segments = SegmentTable(end_reader, self._on_segment_empty)
         self._block_bytes = block_bytes
         self._lease_s = lease_s
-        self._min_shared_tokens = min_shared_tokens
-        self._min_new_tokens = min_new_tokens
-        self.set_hash_tokens(hash_tokens)
+        self._conversations = Conversations(hash_tokens, min_shared_tokens, min_new_tokens)
         self._clock = clock
         self._memory = TurnMemory()
         self._sessions: dict[tuple[str | None, str | None], Session] = {}
@@ -191,8 +100,7 @@ class Lifecycle:
 
     def set_hash_tokens(self, hash_tokens: int) -> None:
         """Tokens per block hash, once they are known."""
-        self._min_shared_blocks = max(1, self._min_shared_tokens // hash_tokens)
-        self._min_new_blocks = max(1, self._min_new_tokens // hash_tokens)
+        self._conversations.set_hash_tokens(hash_tokens)
 
     def __len__(self) -> int:
         """Live sessions, those without a session id included."""
@@ -519,25 +427,10 @@ class Lifecycle:
         """The conversation that a request goes on with, or a new one."""
         name = metadata.agent_id or metadata.agent
         lease.names_agents |= name is not None
+        found = self._conversations.find(lease, name, metadata, hashes, now)
+        if found is not None:
+            return found
         lines = lease.lines.get(name, [])
-        longest = 0
-        best: Agent | None = None
-        best_common = -1
-        for agent in lines:
-            if agent.is_crowd:
-                continue
-            how, common = agent.continuation(hashes)
-            longest = max(longest, common)
-            if common > best_common and self._goes_on(agent, how, common, len(hashes), metadata):
-                best, best_common = agent, common
-        if best is not None:
-            if name is not None:
-                lease.waiting_spawns.pop(name, None)
-            return best
-        spawned = self._announced(lease, metadata, bool(lines) and longest < self._min_shared_blocks, now)
-        if spawned is not None:
-            lease.lines.setdefault(name, []).append(spawned)
-            return spawned
         if len(lines) >= MAX_LINES:
             crowd = self._make_room(lease, name, now)
             if crowd is not None:
@@ -558,41 +451,6 @@ class Lifecycle:
         if not lines[-1].is_crowd:
             self._new_line(lease, name, None, None, None, now).is_crowd = True
         return lease.lines[name][-1]
-
-    def _announced(self, lease: Lease, metadata: RequestMetadata, is_apart: bool, now: float) -> Agent | None:
-        """The sub-agent that events announced and whose requests do not name its id, if this new conversation is its own."""
-        if metadata.agent_id is not None:
-            return None
-        for name, at in list(lease.waiting_spawns.items()):
-            if now - at > SPAWN_WAIT_S:
-                del lease.waiting_spawns[name]
-                continue
-            agent = lease.lines[name][0]
-            is_meant = agent.role == metadata.agent if metadata.agent is not None else is_apart and not lease.names_agents
-            if is_meant and name != metadata.agent:
-                del lease.waiting_spawns[name]
-                return agent
-        return None
-
-    def _goes_on(
-        self, agent: Agent, how: Continuation, common: int, length: int, metadata: RequestMetadata
-    ) -> bool:
-        """Whether a prompt of `length` blocks that continues `agent` so is of its conversation, not of one beside it."""
-        if how is Continuation.NEW:
-            return agent.num_requests == 0
-        if how is Continuation.EXTENDS:
-            return common > 0
-        if agent.num_requests:
-            return False
-        if agent.agent_id is not None:
-            return common > 0
-        if how is Continuation.DROPS_TURN and (agent.turn_is_over or metadata.turn not in (None, agent.turn)):
-            return common > 0
-        if agent.is_summarised and common >= min(self._min_shared_blocks, len(agent.history) // 2):
-            return common > 0
-        if common < self._min_shared_blocks:
-            return False
-        return how is Continuation.DROPS_TURN or length - common >= self._min_new_blocks
 
     def _new_line(
         self, lease: Lease, name: str | None, role: str | None, agent_id: str | None, parent: str | None, now: float

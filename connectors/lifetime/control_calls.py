@@ -16,11 +16,12 @@ from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import Boundary, BoundaryKind, Outcome, OutcomeStatus
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.hints import DEFAULT_PRIORITY
-from vllm_lifetime.lifecycle import MAX_REMEMBERED_MESSAGES, Session
+from vllm_lifetime.lifecycle import MAX_REMEMBERED_MESSAGES
 from vllm_lifetime.policy.retention import Retention
 from vllm_lifetime.pool.access import TIER_NAMES
 from vllm_lifetime.pool.runs import DEMOTED_RANK
 from vllm_lifetime.segments import Segment
+from vllm_lifetime.sessions import Session
 
 if TYPE_CHECKING:
     from vllm_lifetime.connectors.lifetime.scheduler import LifetimeScheduler

@@ -20,7 +20,7 @@ from vllm_lifetime.boundaries import Boundary, BoundaryKind, Outcome
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.learned_state import LearnedState
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
-from vllm_lifetime.lifecycle import Lease, Lifecycle
+from vllm_lifetime.lifecycle import Lifecycle
 from vllm_lifetime.policy.scorer import Scorer
 from vllm_lifetime.pool.access import AccessTable
 from vllm_lifetime.pool.runs import Run
@@ -29,6 +29,7 @@ from vllm_lifetime.prediction.next_use import NextUseModel
 from vllm_lifetime.prediction.online import OnlineMarkov, SwitchingPredictor
 from vllm_lifetime.prediction.serving import PredictorFileError, load_predictor
 from vllm_lifetime.prediction.time_to_live import TimeToLive
+from vllm_lifetime.sessions import Lease
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

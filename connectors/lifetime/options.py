@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vllm_lifetime.conversations import MIN_NEW_TOKENS
 from vllm_lifetime.flash.layout import MAGIC
-from vllm_lifetime.lifecycle import DEFAULT_LEASE_S, MIN_NEW_TOKENS
+from vllm_lifetime.lifecycle import DEFAULT_LEASE_S
 from vllm_lifetime.policy.eviction import EvictionPolicy, parse_policy
 from vllm_lifetime.policy.scoring import DEFAULT_GAMMA
 from vllm_lifetime.prediction.forecast import DEFAULT_HORIZON

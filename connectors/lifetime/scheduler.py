@@ -37,7 +37,8 @@ from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsEr
 from vllm_lifetime.connectors.lifetime.pace import Pace
 from vllm_lifetime.connectors.lifetime.prefetch import Prefetch
 from vllm_lifetime.connectors.lifetime.request_state import RequestState
-from vllm_lifetime.lifecycle import MIN_SHARED_TOKENS, Lifecycle
+from vllm_lifetime.conversations import MIN_SHARED_TOKENS
+from vllm_lifetime.lifecycle import Lifecycle
 from vllm_lifetime.policy.prefetch import PrefetchPlanner
 from vllm_lifetime.policy.retention import RetentionTable
 from vllm_lifetime.pool.access import HBM_TIER, AccessTable

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records that the lifecycle keeps: sessions, their leases, and what is remembered of those that have ended.
+
+Scheduler process, one thread. `lifecycle.py` and `conversations.py` change them.
+"""
+
+from collections.abc import Iterator
+
+from vllm_lifetime.agents import Agent
+from vllm_lifetime.boundaries import BoundaryKind
+
+__all__ = ["EndedSession", "Lease", "Session"]
+
+
+class Session:
+    """One session, or one workflow that names no session."""
+
+    __slots__ = (
+        "generation",
+        "key",
+        "last_active",
+        "last_boundary",
+        "last_boundary_at",
+        "leases",
+        "opened_sent_at_s",
+        "session_id",
+    )
+
+    def __init__(
+        self, key: tuple[str | None, str | None], generation: int, opened_sent_at_s: float | None, now: float
+    ) -> None:
+        self.key = key
+        self.session_id = key[0]
+        self.generation = generation
+        self.opened_sent_at_s = opened_sent_at_s
+        self.leases: dict[str, Lease] = {}
+        self.last_active = now
+        self.last_boundary: BoundaryKind | None = None
+        self.last_boundary_at = now
+
+    @property
+    def agents(self) -> list[Agent]:
+        """All agents of all its workflows."""
+        return [agent for lease in self.leases.values() for agent in lease]
+
+    def find_leases(self, workflow_id: str | None) -> list["Lease"]:
+        """Its lease of a workflow, if it has one; of None, all of them."""
+        return [lease for lease in self.leases.values() if workflow_id in (None, lease.workflow_id)]
+
+
+class Lease:
+    """One workflow within one session. After its end a new request with the same ids gets a new one."""
+
+    __slots__ = ("lines", "names_agents", "session", "waiting_spawns", "workflow_id")
+
+    def __init__(self, workflow_id: str, session: Session) -> None:
+        self.workflow_id = workflow_id
+        self.session = session
+        self.lines: dict[str | None, list[Agent]] = {}
+        """By name (`agent_id`, else role, else None): its conversations."""
+        self.waiting_spawns: dict[str, float] = {}
+        """When sub-agents were announced that no request has named yet, oldest first."""
+        self.names_agents = False
+        """Whether a request has named its agent."""
+
+    def __iter__(self) -> Iterator[Agent]:
+        # An announced sub-agent may stand under its own name and among the nameless ones.
+        return iter(dict.fromkeys(agent for lines in self.lines.values() for agent in lines))
+
+    def find(self, name: str | None) -> list[Agent]:
+        """The conversations of the agent called `name`; of None, those of every agent that nobody spawned."""
+        if name is not None:
+            return [agent for agent in self if name in (agent.agent_id, agent.role, agent.name)]
+        return [agent for agent in self if not agent.is_subagent]
+
+
+class EndedSession:
+    """What is remembered of an ended session; `at` is when, on the lifecycle's clock."""
+
+    __slots__ = ("at", "generation", "last_boundary", "sent_at_s")
+
+    def __init__(self, generation: int, sent_at_s: float | None, at: float, last_boundary: BoundaryKind | None) -> None:
+        self.generation = generation
+        self.sent_at_s = sent_at_s
+        self.at = at
+        self.last_boundary = last_boundary
