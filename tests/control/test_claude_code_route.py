@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from vllm_lifetime.control import ControlService, claude_code
 from vllm_lifetime.control.body import MAX_BODY_BYTES
+from vllm_lifetime.control.settings import ControlSettings
 
 PATH = "/lifetime/v1/hooks/claude-code"
 STOP = {"session_id": "s", "hook_event_name": "Stop", "prompt_id": "p", "stop_hook_active": False, "background_tasks": []}
@@ -90,7 +91,7 @@ def test_dead_engines_are_logged_once_and_never_claude_codes_trouble(caplog: pyt
             assert (answer.status_code, answer.json()) == (202, {})
         wait_for_events(engines, 3)
         time.sleep(0.1)
-    lost = [record for record in caplog.records if "hooks of Claude Code are lost" in record.message]
+    lost = [record for record in caplog.records if "queued boundaries are lost" in record.message]
     assert len(lost) == 1
     assert "gone" in lost[0].message
 
@@ -122,3 +123,22 @@ def test_the_route_is_described() -> None:
         operation = httpx.get(f"{url}/openapi.json").json()["paths"][PATH]["post"]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
     assert set(schema["required"]) == {"session_id", "hook_event_name"}
+
+
+def test_a_hook_for_which_there_is_no_room_is_lost_and_shown() -> None:
+    engines = FakeEngines()
+    services: list[ControlService] = []
+
+    def get_service() -> ControlService:
+        if not services:
+            services.append(ControlService(engines, settings=ControlSettings(events_per_s=1, events_burst=1)))
+        return services[0]
+
+    app = FastAPI()
+    app.include_router(claude_code.build_router(get_service), prefix="/lifetime/v1")
+    with serve(app) as url:
+        answers = [httpx.post(url + PATH, json=STOP | {"prompt_id": str(prompt)}) for prompt in range(2)]
+        wait_for_events(engines, 1)
+    assert [answer.status_code for answer in answers] == [202, 202]
+    statuses = sorted(record.outcome.status for record in services[0].read_events(None, 10).events)
+    assert statuses == ["accepted", "rejected"]

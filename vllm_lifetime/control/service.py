@@ -174,6 +174,11 @@ class ControlService:
         self._is_losing = False
         return outcomes
 
+    def note_lost(self, events: list[Boundary], error: ControlError) -> None:
+        """Say what became of events that nobody waits for: they could not be queued."""
+        now_s = time.time()
+        self._note_lost([(now_s, event) for event in events], error)
+
     def _note_lost(self, events: list[tuple[float, Boundary]], error: ControlError) -> None:
         """Say what became of events that were `queued` when the engines could not be told: nobody else is."""
         reason = str(error.detail)
