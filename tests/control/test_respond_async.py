@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from control_fakes import API, TURN_END, FakeEngines, build_app, send, serve
 from prometheus_client import REGISTRY
 
 from vllm_lifetime.boundaries import MAX_BATCH
-from vllm_lifetime.control import ControlSettings
+from vllm_lifetime.control import ControlSettings, EngineUnavailable
+from vllm_lifetime.control.batcher import Batcher
 from vllm_lifetime.control.preference import prefers_async
 from vllm_lifetime.control.service import MAX_WAITING_EVENTS
 
@@ -157,6 +159,44 @@ def test_queued_events_reach_the_engines_in_order_with_those_of_who_waits() -> N
     assert engines.max_running == 1
     assert [record["event"]["message_id"] for record in shown] == [item["message_id"] for item in engines.events()]
     assert {record["outcome"]["status"] for record in shown} == {"accepted"}
+
+
+@pytest.mark.usefixtures("way")
+def test_a_hint_and_a_release_do_not_overtake_queued_events() -> None:
+    engines = FakeEngines(delay_s=0.2)
+    release = {"action_id": "a", "action_type": "kv.release", "action_version": "1.0", "payload": {"session_id": "s"}}
+    envelope = {"protocol_version": "0.1", "message_id": "e", "actions": [release]}
+    with serve(build_app(engines)) as url, httpx.Client(base_url=url) as client:
+        for number in range(3):
+            client.post(BOUNDARIES, json=event(number), headers=ASYNC)
+        assert client.post(f"{API}/hints", json=envelope).status_code < 300
+        for number in range(3, 6):
+            client.post(BOUNDARIES, json=event(number), headers=ASYNC)
+        assert client.delete(f"{API}/sessions/s").status_code < 300
+    told: list[str] = []
+    for method, payload in engines.calls:
+        told += [item["message_id"] for item in payload["events"]] if method == "boundaries" else [method]
+    assert told == ["m0", "m1", "m2", "hints", "m3", "m4", "m5", "release"]
+
+
+def test_a_hint_is_carried_out_also_when_the_events_before_it_are_lost() -> None:
+    async def test() -> None:
+        sent: list[list[int]] = []
+
+        async def send(items: list[int]) -> list[int]:
+            sent.append(items)
+            await asyncio.sleep(0)
+            raise EngineUnavailable("gone")
+
+        batcher: Batcher[int, int] = Batcher(send, max_batch=10, max_waiting=10, timeout_s=10)
+        batcher.put([1])
+        batcher.put([2])
+        await batcher.settle()
+        assert sent == [[1, 2]]
+        await batcher.settle()  # with nothing to wait for
+        assert sent == [[1, 2]]
+
+    asyncio.run(test())
 
 
 @pytest.mark.usefixtures("way")

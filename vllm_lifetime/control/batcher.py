@@ -10,6 +10,7 @@ Runs in the API server, on its event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -84,6 +85,12 @@ class Batcher(Generic[Item, Result]):
         for part in self._split(items):
             self._enqueue(_Waiting(part, None, 0.0))
 
+    async def settle(self) -> None:
+        """Return when what was given before this call has been sent, or could not be. Raises `TimeoutError`."""
+        if self._waiting or self._sent:
+            with contextlib.suppress(ControlError):
+                await self._enqueue_with_results([])
+
     async def drain(self) -> None:
         """Return when nothing waits or is on its way."""
         while self._sender is not None and not self._sender.done():
@@ -149,8 +156,9 @@ class Batcher(Generic[Item, Result]):
                 self._timer = None
 
     async def _send_batch(self, batch: list[_Waiting[Item, Result]]) -> None:
+        items = [item for waiting in batch for item in waiting.items]
         try:
-            results = await self._send([item for waiting in batch for item in waiting.items])
+            results = await self._send(items) if items else []
         except Exception as error:
             if not isinstance(error, ControlError):
                 logger.exception("Sending %d requests failed", len(batch))

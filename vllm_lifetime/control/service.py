@@ -157,6 +157,13 @@ class ControlService:
             async with asyncio.timeout(timeout_s):
                 await self._boundaries.drain()
 
+    async def _settle(self) -> None:
+        """Let the events that came before go before, those too that nobody waits for."""
+        try:
+            await self._boundaries.settle()
+        except TimeoutError:
+            raise self._too_late(self._timeout_s) from None
+
     async def _apply(self, events: list[Boundary]) -> list[Outcome]:
         now_s = time.time()
         try:
@@ -211,6 +218,7 @@ class ControlService:
 
     async def _send_hints(self, message_id: str, actions: list[KvHintAction]) -> list[HintOutcome]:
         payload = {"message_id": message_id, "actions": [action.model_dump(mode="json") for action in actions]}
+        await self._settle()
         answers = await self._call_in_turn(self._hinting, "hints", payload, _HintOutcomes)
         by_engine = [answer.outcomes for answer in answers]
         _check_counts(by_engine, len(actions), "hints")
@@ -220,6 +228,7 @@ class ControlService:
         """Retire what only this session can read; return what that did. The session goes on."""
         self._limit.take(1)
         payload = {"session_id": session_id, "message_id": uuid.uuid4().hex}
+        await self._settle()
         answers = await self._call_in_turn(self._hinting, "release", payload, _Released)
         return merge_outcomes([answer.outcome for answer in answers])
 
