@@ -8,8 +8,15 @@ for blocks whose request came with metadata.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
 from vllm.v1.request import Request
 
 from vllm_lifetime.pool.access import HBM_TIER
@@ -93,12 +100,26 @@ class LifetimeBlockPool(BlockPool):
     def adopt(self, block: KVCacheBlock, key: BlockHashWithGroupId, num_tokens: int, run: Run | None) -> bool:
         """A lent block has been filled with the content of hash `key`, which ends at `num_tokens` tokens: it can be hit now.
 
-        Returns False, and leaves it empty, if HBM has that content by now. No KV event is sent: nobody knows the tokens here.
+        Returns False, and leaves it empty, if HBM has that content by now. Nobody knows the tokens here: the KV event has the
+        hash alone, as those of vLLM's own offloading do.
         """
         if self.cached_block_hash_to_block.get_one_block(key) is not None:
             return False
         self._insert_block_hash(key, block, num_tokens=num_tokens)
         self.free_list.set_run(block, run)
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.append(
+                BlockStored(
+                    block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=0,
+                    lora_id=None,
+                    medium=self.medium,
+                    lora_name=None,
+                    group_idx=get_group_id(key),
+                )
+            )
         return True
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:

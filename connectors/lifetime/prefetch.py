@@ -32,7 +32,7 @@ class Prefetch:
     """See the module. One per engine that has tiers below HBM.
 
     Args:
-        segments: the readers whose runs are candidates.
+        segments: the live ones; without any there is nothing to fetch.
         planner: ranks them.
         rates: measured averages, the planner's too.
         deadline_s: a transfer that has not ended after so long is given up.
@@ -89,7 +89,9 @@ class Prefetch:
 
     def is_due(self, now: float) -> bool:
         """Whether an idle engine should take a step for it. Never for long: a decision that finds nothing is the last one."""
-        if not self._may_find_something or self._job is not None or not (len(self._host) or len(self._flash)):
+        if not self._may_find_something or self._job is not None or not len(self._segments):
+            return False
+        if not len(self._host) and not len(self._flash):
             return False
         return self._backoff.may_try(now) and not self._jobs.num_loads
 
@@ -113,7 +115,7 @@ class Prefetch:
         budget.blocks = min(budget.blocks, free_list.num_free_blocks)
         is_broke = budget.seconds <= 0.0
         start = time.perf_counter()
-        chosen = self._planner.choose(self._segments, budget)
+        chosen = self._planner.choose(budget)
         self._recorder.observe(stats.SCORER_SECONDS, "prefetch", value=time.perf_counter() - start)
         self._debt_s = max(0.0, -budget.seconds)
         if chosen:
@@ -203,7 +205,11 @@ class Prefetch:
             self._recorder.count(stats.PREFETCHED_BLOCKS, "used", by=len(read))
 
     def note_handed_out(self, blocks: Any) -> None:
-        """Blocks are handed out for other content."""
+        """Blocks are handed out for other content. O(blocks)."""
+        run_of = self._pool.free_list.run_of
+        runs = [run for block in blocks if (run := run_of[block.block_id]) is not None]
+        if runs:
+            self._planner.note_lost(runs)
         if self._unread:
             wasted = self._unread.intersection([block.block_id for block in blocks])
             self._unread -= wasted

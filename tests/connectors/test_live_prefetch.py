@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from simulated_engine import BLOCK_SIZE, SimulatedEngine, damage_every_slot, prompt, tiers
 from simulated_engine import serve as serve_request
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash, get_block_hash, maybe_convert_block_hash
 
 NUM_BLOCKS = 48
 
@@ -164,6 +167,39 @@ def test_a_reset_leaves_a_prefetched_block_readable(
     engine.check_conservation()
     assert pool.num_lent == 0
     assert serve(engine, "again", tokens, session_id="s") == 0
+
+
+@pytest.mark.usefixtures("quiet")
+def test_whoever_follows_the_kv_events_does_not_see_a_prefetch(
+    make_scored: Callable[..., SimulatedEngine], tmp_path: Path
+) -> None:
+    """What the events leave standing is what HBM holds, also after blocks have come up ahead of their request."""
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = make_scored(NUM_BLOCKS, tiers(tmp_path, 100, 0), kv_events_config=events)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    batches: list[KVEventBatch] = []
+    engine.scheduler.kv_event_publisher.publish = batches.append  # type: ignore[method-assign]
+    standing: set[ExternalBlockHash] = set()
+
+    def follow() -> int:
+        engine.step()
+        num_bare = 0
+        for event in (event for batch in batches for event in batch.events):
+            if isinstance(event, BlockStored):
+                standing.update(event.block_hashes)
+                num_bare += not event.token_ids
+            else:
+                standing.difference_update(event.block_hashes)
+        batches.clear()
+        held = [get_block_hash(block.block_hash) for block in pool.blocks if block.block_hash is not None]
+        assert standing == set(map(maybe_convert_block_hash, held))
+        return num_bare
+
+    evict_session(engine)
+    assert follow() == 0
+    blocks = hint(engine, "h", session_id="s")["blocks"]
+    engine.settle(5000)
+    assert follow() == blocks >= 10
 
 
 @pytest.mark.usefixtures("quiet")
