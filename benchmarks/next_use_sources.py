@@ -18,7 +18,7 @@ from vllm_lifetime.prediction.next_use import NextUseModel, PauseState
 from vllm_lifetime.prediction.pace import Pace
 from vllm_lifetime.simulate.engine import ReplayPolicy, replay
 from vllm_lifetime.simulate.policies import BELADY, replay_policy, train
-from vllm_lifetime.simulate.schedule import Schedule, make_schedule, mean_final_context_blocks, split_trace
+from vllm_lifetime.simulate.schedule import EventKind, Schedule, make_schedule, mean_final_context_blocks, split_trace
 from vllm_lifetime.simulate.scored import Models
 from vllm_lifetime.simulate.session_score import SessionScore, SessionScorePolicy, SessionState
 from vllm_lifetime.traces.read import read_trace
@@ -30,13 +30,13 @@ REFRESH_S = 5.0
 """Simulated seconds between two looks at all waiting sessions."""
 
 HORIZON_S = 300.0
-"""As `policy.eviction.DEFAULT_TIME_HORIZON_S`."""
+"""As `policy.eviction.DEFAULT_TIME_HORIZON_S`; only `policy lifetime` measures its own."""
 
 LONG_S = 60.0
 """An oracle row knows whether a pause is longer."""
 
 Next = dict[tuple[int, int], float]
-"""By session and request that ended last: when its session asks again."""
+"""By session and request that ended last: when its session asks again, whether or not there is room for it then."""
 
 
 def next_starts(schedule: Schedule) -> Next:
@@ -44,9 +44,9 @@ def next_starts(schedule: Schedule) -> Next:
     found: Next = {}
     upcoming: dict[int, float] = {}
     for event in reversed(schedule.events):
-        if not event.is_end:
+        if event.kind is EventKind.ARRIVAL:
             upcoming[event.session] = event.at_s
-        elif event.session in upcoming:
+        elif event.kind is EventKind.END and event.session in upcoming:
             found[event.session, event.request] = upcoming[event.session]
     return found
 
@@ -73,7 +73,7 @@ def learn(schedule: Schedule, state_of: Callable[[SessionState], PauseState]) ->
     model = NextUseModel()
     upcoming = next_starts(schedule)
     for event in schedule.events:
-        at_s = upcoming.get((event.session, event.request)) if event.is_end else None
+        at_s = upcoming.get((event.session, event.request)) if event.kind is EventKind.END else None
         if at_s is not None:
             session = schedule.trace.sessions[event.session]
             state = SessionState(event.session, session, 0, session.requests[event.request], event.request, event.at_s)
@@ -91,7 +91,7 @@ class PacedScore:
         self._seen: dict[int, int] = {}
         self._ends: dict[int, list[tuple[float, int]]] = {}
         for event in schedule.events:
-            if event.is_end:
+            if event.kind is EventKind.END:
                 self._ends.setdefault(event.session, []).append((event.at_s, event.request))
         self._knows_all = knows_all
 
@@ -175,13 +175,13 @@ def main() -> None:
     capacities = [float(part) for part in options.capacity.split(",")]
     learned_from, replayed = split_trace(read_trace(options.traces, "kv-cache-tester"), 0.5, seed=options.seed)
     learned = make_schedule(learned_from, CONCURRENCY, IDLE_CAP_S)
-    schedule = make_schedule(replayed, CONCURRENCY, IDLE_CAP_S)
     models = train(learned, Models())
     per_fraction = CONCURRENCY * mean_final_context_blocks(replayed)
     table: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
     for fraction in capacities:
         blocks = int(fraction * per_fraction)
+        schedule = make_schedule(replayed, CONCURRENCY, IDLE_CAP_S, capacity_blocks=blocks)
         lru = replay_policy(schedule, "lru", blocks).hit_rate
         best = replay_policy(schedule, BELADY, blocks).hit_rate
         results = {policy.name: replay(schedule, policy, blocks).hit_rate for policy in policies(learned, schedule)}

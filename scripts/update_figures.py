@@ -29,9 +29,10 @@ def main() -> None:
         if new != text:
             page.write_text(new)
             print(f"{page.relative_to(ROOT)}: figures updated")
-    plot = ROOT / "build" / "demo.png"
-    if plot.exists():
-        shutil.copy(plot, ROOT / "docs" / "demo.png")
+    for name in ("demo.png", "sweeps.png"):
+        plot = ROOT / "build" / name
+        if plot.exists():
+            shutil.copy(plot, ROOT / "docs" / name)
 
 
 def _render(match: re.Match[str]) -> str:
@@ -249,6 +250,29 @@ def _replay(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _sweeps(found: dict[str, list[dict[str, Any]]]) -> str:
+    parts = []
+    for name, rows in found.items():
+        across = "workload" if name == "policies" else "value"
+        values = list(dict.fromkeys(row[across] for row in rows))
+        rates = {(row["policy"], row[across]): row for row in rows}
+
+        def cell(policy: str, value: str, rates: dict[tuple[str, str], dict[str, Any]] = rates) -> str:
+            row = rates.get((policy, value))
+            return "" if row is None else f"{100 * row['hit_rate']:.1f} ± {100 * row['deviation']:.1f}"
+
+        table = [[policy, *(cell(policy, value) for value in values)] for policy in dict.fromkeys(row["policy"] for row in rows)]
+        if name == "policies":
+            gain = [rates["lifetime", value]["hit_rate"] / rates["lru", value]["hit_rate"] for value in values]
+            table.append(["lifetime / lru", *(f"{ratio:.2f}" for ratio in gain)])
+        if name == "rho":
+            evicted = [f"{rates['pbkv', value]['evicted_per_read']:.2f}" for value in values]
+            table.append(["blocks evicted per block read, pbkv", *evicted])
+        parts.append(_table(("hit rate, %" if name == "policies" else name, *values), table))
+    seeds = next(iter(found.values()))[0]["seeds"]
+    return "\n\n".join(parts) + f"\n\nMean and deviation by seed; seeds: {seeds}."
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "demo": _demo,
     "block_pool": _block_pool,
@@ -259,6 +283,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "prediction": _prediction,
     "boundary_load_batched": _boundary_load,
     "replay": _replay,
+    "sweeps": _sweeps,
 }
 
 if __name__ == "__main__":

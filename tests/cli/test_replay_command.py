@@ -9,14 +9,16 @@ import typer
 from typer.testing import CliRunner
 
 from vllm_lifetime.cli import replay
+from vllm_lifetime.simulate.comparison import WORKLOAD_CAPACITY
+from vllm_lifetime.traces.workload_spec import load_workload
 
 SMALL = ["--workload", "swebench", "--workflows", "12", "--concurrency", "4", "--capacity", "0.5,0.9"]
 
 
-def run(*arguments: str) -> tuple[int, str]:
+def run(*arguments: str, command: str = "replay") -> tuple[int, str]:
     app = typer.Typer()
     replay.add_to(app)
-    result = CliRunner().invoke(app, ["replay", *arguments])
+    result = CliRunner().invoke(app, [command, *arguments])
     return result.exit_code, result.output
 
 
@@ -60,3 +62,38 @@ def test_what_cannot_be_is_said_in_a_sentence(arguments: list[str], sentence: st
     assert code == 2
     assert sentence in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("workload", "defaults"), [("swebench", "24 at a time"), ("hover", "72 at a time")])
+def test_a_made_up_workload_has_its_own_capacity_and_concurrency(workload: str, defaults: str, tmp_path: Path) -> None:
+    code, output = run("--workload", workload, "--workflows", "2", "--policies", "lru", "--json", str(tmp_path / "rows.json"))
+    assert code == 0, output
+    assert defaults in output
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["capacity_fraction"] == {"swebench": 1.5, "hover": 1.55}[workload]
+
+
+def test_the_workloads_own_values_are_those_that_help_names() -> None:
+    for name, capacity in WORKLOAD_CAPACITY.items():
+        short = name.partition("-")[0]
+        assert f"{short} {capacity} at {load_workload(name).concurrency}" in replay.WORKLOAD_DEFAULTS
+
+
+def test_a_sweep_over_concurrency_keeps_the_capacity(tmp_path: Path) -> None:
+    rows_file, plot_file = tmp_path / "rows.json", tmp_path / "plot.png"
+    code, output = run(
+        *("--workload", "swebench", "--workflows", "12", "--training-workflows", "0", "--concurrency", "4", "--seeds", "1"),
+        *("--vary", "concurrency", "--values", "1,4,12", "--policies", "lru,lifecycle"),
+        *("--json", str(rows_file), "--plot", str(plot_file)),
+        command="replay-sweep",
+    )
+    assert code == 0, output
+    lru = [row["hit_rate"] for row in json.loads(rows_file.read_text()) if row["policy"] == "lru"]
+    assert lru[0] > lru[1] > lru[2]
+    assert all(f"{rate:.2%}" in output for rate in lru)
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_over_nothing_that_is_known_is_refused() -> None:
+    code, output = run("--vary", "speed", "--values", "1", command="replay-sweep")
+    assert (code, "unknown parameter 'speed'" in output) == (2, True)

@@ -293,6 +293,18 @@ def test_a_workflow_that_has_waited_long_is_ranked_again() -> None:
     assert world.rank((1, 2)) < first
 
 
+def test_a_new_horizon_ranks_all_that_waits_anew() -> None:
+    """Worths by different horizons cannot be compared."""
+    world = World("lifetime", next_use=FixedNextUse(read=100.0, test=10_000.0), predictor=SelfPredictor())
+    world.run("one", None, (1, 2), tool="read")
+    world.run("two", None, (3, 4), tool="test")
+    before = world.rank((1, 2)), world.rank((3, 4))
+    world.scorer.set_horizon(3000.0, world.now)
+    world.scorer.advance()
+    assert world.rank((1, 2)) > before[0]
+    assert world.rank((3, 4)) > before[1]
+
+
 def test_a_slow_session_is_expected_later_than_others_in_the_same_state() -> None:
     world = World("lifetime", next_use=FixedNextUse(read=10.0), predictor=SelfPredictor())
     for _ in range(8):

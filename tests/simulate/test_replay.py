@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from vllm_lifetime.prediction.online import OnlineMarkov
-from vllm_lifetime.simulate.engine import BlockHashes, ReplayPolicy, replay
+from vllm_lifetime.simulate.engine import BlockHashes, replay
 from vllm_lifetime.simulate.policies import BELADY, POLICY_NAMES, Variant, replay_policy, train
-from vllm_lifetime.simulate.schedule import Schedule, make_schedule, mean_final_context_blocks
+from vllm_lifetime.simulate.schedule import EventKind, Schedule, make_schedule, mean_final_context_blocks
 from vllm_lifetime.simulate.scored import Models, NoisyPredictor
 from vllm_lifetime.simulate.session_score import SessionScorePolicy, SessionState
 from vllm_lifetime.traces.generate import generate_workload
@@ -99,7 +99,7 @@ def test_a_score_that_knows_the_next_arrival_comes_close_to_belady() -> None:
     schedule = make_schedule(made_up(40, 8, (1.0, 5.0, 60.0, 2.0, 17.0)), 6)
     arrivals: dict[int, list[float]] = {}
     for event in schedule.events:
-        if not event.is_end:
+        if event.kind is EventKind.START:
             arrivals.setdefault(event.session, []).append(event.at_s)
 
     def score(state: SessionState, now: float) -> float:
@@ -112,11 +112,39 @@ def test_a_score_that_knows_the_next_arrival_comes_close_to_belady() -> None:
     assert oracle - lru > 0.8 * (belady - lru)
 
 
-def test_more_than_fits_runs_all_the_same_and_is_counted() -> None:
-    schedule = make_schedule(made_up(3, 4, (0.0,)), 3)
-    lru, belady = replay_policy(schedule, "lru", 3), replay_policy(schedule, BELADY, 3)
-    assert lru.overcommitted_requests == belady.overcommitted_requests > 0
-    assert replay(schedule, ReplayPolicy("lifecycle"), 3).hit_blocks == 0
+def test_a_prompt_longer_than_the_cache_runs_and_is_counted() -> None:
+    schedule = make_schedule(made_up(3, 4, (0.0,)), 3, capacity_blocks=6)
+    lru, belady = replay_policy(schedule, "lru", 6), replay_policy(schedule, BELADY, 6)
+    assert lru.overcommitted_requests == belady.overcommitted_requests == 3
+
+
+def test_what_fits_is_never_overcommitted(workload: Schedule) -> None:
+    blocks = max(len(path) for path in workload.paths)
+    schedule = make_schedule(workload.trace, 8, capacity_blocks=blocks)
+    assert schedule.events[-1].at_s > workload.events[-1].at_s
+    for name in ("lru", "lifetime", BELADY):
+        assert replay_policy(schedule, name, blocks).overcommitted_requests == 0
+
+
+def test_a_session_whose_request_waits_for_room_is_known_to_come() -> None:
+    """It pauses no longer, so what it will read is kept when the one before it starts; by recency it goes first."""
+
+    def session(number: int, arrival_s: float, *requests: tuple[int, float, float]) -> TraceSession:
+        blocks = 100 * (number + 1) + np.arange(16)
+        made = (
+            TraceRequest(blocks[:num], i - 1, gap_s, service_s, 16, 1, finish_reason="tool_calls")
+            for i, (num, gap_s, service_s) in enumerate(requests)
+        )
+        return TraceSession(f"s{number}", tuple(made), arrival_s=arrival_s)
+
+    behind = session(0, 0.0, (4, 0.0, 1.0), (5, 19.0, 1.0))
+    pauses = session(1, 10.0, (4, 0.0, 1.0), (5, 500.0, 1.0))
+    running = session(2, 12.0, (6, 0.0, 30.0))
+    before = session(3, 19.0, (11, 0.0, 1.0))
+    schedule = make_schedule(Trace("made up", 16, (behind, pauses, running, before)), 1, capacity_blocks=16)
+    hits = {name: replay_policy(schedule, name, 16).hits.tolist() for name in ("lru", "lifetime", BELADY)}
+    assert [event.session for event in schedule.events if event.kind is EventKind.START] == [0, 1, 2, 3, 0, 1]
+    assert hits == {"lru": [0] * 6, "lifetime": [0, 0, 0, 0, 4, 0], BELADY: [0, 0, 0, 0, 4, 0]}
 
 
 def test_conservative_prefetch_gives_hits_and_needs_a_host_tier(workload: Schedule) -> None:

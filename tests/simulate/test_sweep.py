@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lifetime.simulate.sweep import Sweep, plot_sweep, sweep, write_sweep
+from vllm_lifetime.simulate.sweep import Sweep, plot_sweep, plot_sweeps, sweep, write_sweep
 
 SMALL = Sweep("swebench-autogen", "noise", ("0", "1"), ("lru", "hierarchical"), 4, 0.9, 12, 12, seeds=2)
 
@@ -21,10 +21,13 @@ def test_noise_changes_what_depends_on_forecasts_and_nothing_else(tmp_path: Path
     assert rates["lru", "0"] == rates["lru", "1"]
     assert rates["hierarchical", "0"] != rates["hierarchical", "1"]
     assert all(row.deviation > 0 for row in rows)
+    assert all(0 < row.evicted_per_read < 2 for row in rows)
     write_sweep(rows, tmp_path / "rows.json")
     assert [row["hit_rate"] for row in json.loads((tmp_path / "rows.json").read_text())] == [row.hit_rate for row in rows]
     plot_sweep(rows, tmp_path / "plot.png")
+    plot_sweeps([rows, rows, rows], tmp_path / "plots.png", columns=2)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plots.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -16,6 +16,9 @@ __all__ = ["add_to", "replay", "replay_sweep"]
 WORKFLOWS_PER_SLOT = 4
 """Workflows of a made-up workload for each that runs at a time, unless told otherwise."""
 
+DEFAULT_CAPACITY = "0.1,0.2,0.35,0.5,0.7"
+DEFAULT_CONCURRENCY = 24
+WORKLOAD_DEFAULTS = "hover 1.55 at 72, swebench 1.5 at 24, financebench 2.0 at 48"
 
 PIPE_WIDTH = 140
 """Columns where there is no terminal to ask."""
@@ -36,9 +39,16 @@ def replay(
     workflows: Annotated[int | None, typer.Option(min=1, help="How many workflows to make up; default: 4 x concurrency.")] = None,
     policies: Annotated[str, typer.Option(help="Names with commas between them; see docs/replay.md.")] = "lru,lifetime,belady",
     capacity: Annotated[
-        str, typer.Option(help="Cache sizes, as fractions of concurrency x mean final context, with commas between them.")
-    ] = "0.1,0.2,0.35,0.5,0.7",
-    concurrency: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 24,
+        str | None,
+        typer.Option(
+            help="Cache sizes, as fractions of concurrency x mean final context, with commas between them; "
+            f"default: {DEFAULT_CAPACITY}, or the workload's own ({WORKLOAD_DEFAULTS})."
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Sessions at a time; default: {DEFAULT_CONCURRENCY}, or the workload's own, see --capacity."),
+    ] = None,
     idle_cap_s: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Longer pauses are cut to this.")] = 1800.0,
     train_share: Annotated[
         float, typer.Option(min=0, max=0.99, help="Share of the sessions that the models learn from and that are not measured.")
@@ -59,9 +69,12 @@ def replay(
 
     try:
         names = _policies(policies, POLICY_NAMES)
+        own = None if workload is None else _own(workload)
+        concurrency = concurrency or (own.concurrency if own else DEFAULT_CONCURRENCY)
+        capacity = capacity or (str(own.capacity) if own else DEFAULT_CAPACITY)
         fractions = [_fraction(text) for text in capacity.split(",")]
         _check_targets(json, plot)
-        trace = _trace(path, format, workload, workflows or WORKFLOWS_PER_SLOT * concurrency, seed)
+        trace = _trace(path, format, own and own.name, workflows or WORKFLOWS_PER_SLOT * concurrency, seed)
         models = Models()
         if predictor is not None:
             from vllm_lifetime.prediction.serving import load_predictor
@@ -103,8 +116,16 @@ def replay_sweep(
     values: Annotated[str, typer.Option(help="Its values, with commas between them; predictors: markov1 .. markov5, or files.")],
     workload: Annotated[str, typer.Option(help="hover, swebench or financebench.")] = "hover",
     policies: Annotated[str, typer.Option(help="Names with commas between them.")] = "lru,lifecycle,hierarchical,pbkv,lifetime",
-    concurrency: Annotated[int, typer.Option(min=1, help="Workflows at a time.")] = 72,
-    capacity: Annotated[float, typer.Option(help="Cache size, as a fraction of concurrency x mean final context.")] = 1.0,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Workflows at a time; default: the workload's own, see --capacity.")
+    ] = None,
+    capacity: Annotated[
+        float | None,
+        typer.Option(
+            help="Cache size, as a fraction of concurrency x mean final context; "
+            f"default: the workload's own ({WORKLOAD_DEFAULTS}). With --vary concurrency it stays that of --concurrency."
+        ),
+    ] = None,
     workflows: Annotated[int | None, typer.Option(min=1, help="Workflows measured; default: 4 x concurrency.")] = None,
     training_workflows: Annotated[int, typer.Option(min=0, help="Further workflows that the models learn from before.")] = 200,
     seeds: Annotated[int, typer.Option(min=1, help="Workloads made up for each value.")] = 3,
@@ -122,13 +143,15 @@ def replay_sweep(
     from vllm_lifetime.simulate.sweep import Sweep, plot_sweep, sweep, write_sweep
 
     try:
+        own = _own(workload)
+        concurrency = concurrency or own.concurrency
         what = Sweep(
-            workload=_workload(workload),
+            workload=own.name,
             parameter=vary,
             values=tuple(value.strip() for value in values.split(",")),
             policies=_policies(policies, POLICY_NAMES),
             concurrency=concurrency,
-            capacity=_fraction(str(capacity)),
+            capacity=own.capacity if capacity is None else _fraction(str(capacity)),
             workflows=workflows or WORKFLOWS_PER_SLOT * concurrency,
             training_workflows=training_workflows,
             seeds=seeds,
@@ -171,13 +194,22 @@ def _check_targets(*targets: Path | None) -> None:
             raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name} to")
 
 
-def _workload(name: str) -> str:
-    from vllm_lifetime.traces.workload_spec import WORKLOADS
+class _Own(NamedTuple):
+    """What a made-up workload is replayed with, unless told otherwise."""
 
-    for known in WORKLOADS:
-        if name in (known, known.partition("-")[0]):
-            return known
-    raise ValueError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}")
+    name: str
+    concurrency: int
+    capacity: float
+
+
+def _own(workload: str) -> _Own:
+    from vllm_lifetime.simulate.comparison import WORKLOAD_CAPACITY
+    from vllm_lifetime.traces.workload_spec import WORKLOADS, load_workload
+
+    for name in WORKLOADS:
+        if workload in (name, name.partition("-")[0]):
+            return _Own(name, load_workload(name).concurrency, WORKLOAD_CAPACITY[name])
+    raise ValueError(f"unknown workload {workload!r}; there are {', '.join(WORKLOADS)}")
 
 
 def _fraction(text: str) -> float:
@@ -197,7 +229,7 @@ def _trace(path: Path | None, format: str | None, workload: str | None, workflow
             raise ValueError("give either a trace with its --format, or a --workload")
         from vllm_lifetime.traces.generate import generate_workload
 
-        return generate_workload(_workload(workload), workflows, seed)
+        return generate_workload(workload, workflows, seed)
     if path is None or format is None:
         raise ValueError("give a trace and its --format, or a --workload")
     from vllm_lifetime.traces.read import read_trace

@@ -112,7 +112,7 @@ class Scorer:
         self.time_to_live = time_to_live
         self._slow_prediction_s = slow_prediction_s
         self.horizon_s = policy.time_horizon_s
-        """`EvictionPolicy.time_horizon_s`; may be set to how long a freed block lasts at present."""
+        """`EvictionPolicy.time_horizon_s`, or what `set_horizon` was told last."""
         self._adds_up = policy.scores is ScoreKind.LOOKAHEAD
         self._orders_by_time = policy.uses_time is TimeUse.ORDER and next_use is not None
         self._discounts = policy.uses_time is TimeUse.DISCOUNT
@@ -253,6 +253,13 @@ class Scorer:
             workflow.due_at = math.inf
             if self._update_time(workflow, now):
                 self._refresh(workflow)
+
+    def set_horizon(self, horizon_s: float, now: float) -> None:
+        """Discount by `horizon_s` from now on (`Turnover`): waiting workflows are due to be ranked anew. O(workflows)."""
+        self.horizon_s = horizon_s
+        for workflow in self._workflows.values():
+            if workflow.pause is not None:
+                self._look_again(workflow, now)
 
     # ------------------------------------------------------------------ looking
 

@@ -49,7 +49,7 @@ class BeladyCache:
         self._turns = itertools.count(1)
 
     def start(self, path: NDArray[np.int64], next_uses: Steps) -> int:
-        """A request with the prompt `path` arrives, of which `next_uses` says when it is read next.
+        """A request with the prompt `path` starts, of which `next_uses` says when it is read next.
 
         Returns the blocks that were hit.
         """

@@ -5,10 +5,10 @@ Does what vLLM's block pool does with our `TierFreeList` and `AccessTable`, for 
 same `Run`, `Reader` and `Rank`: the same hits and evictions, block for block (tests/simulate/test_cache.py), at a cost per run.
 The cached part of a run is a prefix of it, since its deepest block is evicted first.
 
-What is simulated of a request: it holds its whole prompt from its arrival to its end. A block of the prompt that is not cached is
-computed at the arrival, and a request that arrives later hits it. The blocks of its answer are not simulated; they are new in the
-next prompt that contains them. If what runs at once needs more blocks than there are, it gets them all the same
-(`num_overcommitted`); all else is then evicted.
+What is simulated of a request: it holds its whole prompt from its start to its end. A block of the prompt that is not cached is
+computed at the start, and a request that starts later hits it. The blocks of its answer are not simulated; they are new in the
+next prompt that contains them. Whether there is room for it is the schedule's matter; if what runs at once needs more blocks than
+there are, it gets them all the same (`num_overcommitted`), and all else is evicted.
 """
 
 import heapq
@@ -111,7 +111,7 @@ class RunCache:
     def start(
         self, path: NDArray[np.int64], reader: Reader | None, next_reader: Reader | None = None, boundary: int | None = None
     ) -> int:
-        """A request with the prompt `path` arrives. Returns how many of its leading blocks were cached.
+        """A request with the prompt `path` starts. Returns how many of its leading blocks were cached.
 
         `reader` reads and writes the blocks before `boundary`, `next_reader` those after it and reads the ones before; as
         `pool.access.Path`. O(runs of the prefix), O(log n) per run that is split.

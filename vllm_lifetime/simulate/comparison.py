@@ -15,9 +15,12 @@ from vllm_lifetime.traces.schema import Trace
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LRU", "ReplayRow", "compare", "gap_closed", "make_table", "plot_rows", "write_rows"]
+__all__ = ["LRU", "WORKLOAD_CAPACITY", "ReplayRow", "compare", "gap_closed", "make_table", "plot_rows", "write_rows"]
 
 LRU = "lru"
+
+WORKLOAD_CAPACITY = {"hover-langchain": 1.55, "swebench-autogen": 1.5, "financebench-crewai": 2.0}
+"""The capacity, as a fraction, at which a made-up workload is in the paper's regime (docs/traces.md), at its own concurrency."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ReplayRow:
     """One policy at one capacity.
 
     `hit_rate` is the share of the prompts' blocks that were hit, `gap_closed` (policy - lru) / (belady - lru), None where the two
-    are the same. `overcommitted_requests` had to be given blocks beyond the capacity.
+    are the same. `overcommitted_requests` are longer than the capacity; each ran alone.
     """
 
     policy: str
@@ -70,8 +73,7 @@ def compare(
     if train_share:
         training, trace = split_trace(trace, train_share, seed)
         models = train(make_schedule(training, concurrency, idle_cap_s), models)
-    schedule = make_schedule(trace, concurrency, idle_cap_s)
-    if not schedule.num_accesses:
+    if not any(session.requests for session in trace.sessions):
         raise ValueError("no session is left to measure with")
     whole = concurrency * mean_final_context_blocks(trace)
     rows: list[ReplayRow] = []
@@ -79,6 +81,8 @@ def compare(
         capacity_blocks = int(fraction * whole)
         if capacity_blocks < 1:
             raise ValueError(f"capacity {fraction:g} of {whole:.0f} blocks is less than one block")
+        # Who has to wait for room, and so the order of the accesses, depends on the capacity.
+        schedule = make_schedule(trace, concurrency, idle_cap_s, capacity_blocks=capacity_blocks)
         bounds = {name: replay_policy(schedule, name, capacity_blocks) for name in (LRU, BELADY)}
         for name in policies:
             result = bounds[name] if name in bounds else replay_policy(schedule, name, capacity_blocks, models)

@@ -19,7 +19,7 @@ from vllm_lifetime.lifecycle import Lifecycle
 from vllm_lifetime.pool.runs import Reader
 from vllm_lifetime.simulate.belady import BeladyCache
 from vllm_lifetime.simulate.cache import RunCache
-from vllm_lifetime.simulate.schedule import Event, Schedule
+from vllm_lifetime.simulate.schedule import Event, EventKind, Schedule
 from vllm_lifetime.traces.schema import TraceRequest, TraceSession
 
 __all__ = ["Engine", "ReplayPolicy", "ReplayResult", "replay", "replay_belady"]
@@ -68,7 +68,10 @@ class ReplayPolicy:
         """A replay begins, with an empty cache. Ranks are set with `engine.cache.set_rank(run, rank)`."""
 
     def start_request(self, event: Event, request: TraceRequest, reading: Reading) -> None:
-        """A request has arrived; nothing has been looked up or evicted for it yet. Its runs: `reading.prompt.runs`, ..."""
+        """A request has arrived; nothing has been looked up or evicted for it yet, and it may have to wait for room.
+
+        Its runs: `reading.prompt.runs`, ...
+        """
 
     def finish_request(self, event: Event, request: TraceRequest, reading: Reading) -> None:
         """A request is over; its blocks are given back next, in the order of their runs' ranks then."""
@@ -94,7 +97,7 @@ class ReplayResult:
     sessions: int
     requests: int
     overcommitted_requests: int
-    """Requests for which blocks beyond the capacity had to be made up, since too many were held."""
+    """Requests for which blocks beyond the capacity had to be made up: prompts longer than it, each of which ran alone."""
     evicted_blocks: int
     wall_s: float
     hits: NDArray[np.int64] = field(repr=False)
@@ -130,23 +133,28 @@ class Engine:
             self.now = event.at_s
             session = sessions[event.session]
             request = session.requests[event.request]
-            if event.is_end:
-                self._finish(event, session, request)
+            if event.kind is EventKind.ARRIVAL:
+                self._arrive(event, session, request)
+            elif event.kind is EventKind.START:
+                hits[event.access] = self._start(event, request)
             else:
-                hits[event.access] = self._start(event, session, request)
+                self._finish(event, session, request)
         return hits
 
     # ------------------------------------------------------------------ requests, in the order of the connector's calls
 
-    def _start(self, event: Event, session: TraceSession, request: TraceRequest) -> int:
+    def _arrive(self, event: Event, session: TraceSession, request: TraceRequest) -> None:
         self.lifecycle.expire()
         if request.compacts and session.names_session:
             self._tell(BoundaryKind.COMPACTION, session, request)
-        reading = self._reading(session, request)
-        self._readings[event.access] = reading
+        reading = self._readings[event.access] = self._reading(session, request)
+        if reading is not None:
+            self.policy.start_request(event, request, reading)
+
+    def _start(self, event: Event, request: TraceRequest) -> int:
+        reading = self._readings[event.access]
         if reading is None:
             return self.cache.start(request.blocks, None)
-        self.policy.start_request(event, request, reading)
         hit = self.cache.start(request.blocks, reading.prompt, reading.output, reading.boundary_blocks)
         self.lifecycle.has_read(reading)
         return hit
@@ -216,16 +224,14 @@ def replay_belady(schedule: Schedule, capacity_blocks: int) -> ReplayResult:
     hits = np.zeros(schedule.num_accesses, np.int64)
     paths, next_uses = schedule.paths, schedule.next_uses
     for event in schedule.events:
-        if event.is_end:
-            cache.finish(paths[event.access])
-        else:
+        if event.kind is EventKind.START:
             hits[event.access] = cache.start(paths[event.access], next_uses[event.access])
+        elif event.kind is EventKind.END:
+            cache.finish(paths[event.access])
     return _result(schedule, "belady", cache, hits, began)
 
 
-def _result(
-    schedule: Schedule, name: str, cache: RunCache | BeladyCache, hits: NDArray[np.int64], began: float
-) -> ReplayResult:
+def _result(schedule: Schedule, name: str, cache: RunCache | BeladyCache, hits: NDArray[np.int64], began: float) -> ReplayResult:
     return ReplayResult(
         policy=name,
         capacity_blocks=cache.capacity_blocks,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from vllm_lifetime.agents import Reading
 from vllm_lifetime.policy.eviction import EvictionPolicy
 from vllm_lifetime.policy.scorer import Scorer
+from vllm_lifetime.policy.turnover import Turnover
 from vllm_lifetime.prediction.forecast import Forecast, TransitionPredictor
 from vllm_lifetime.prediction.next_use import NextUseModel
 from vllm_lifetime.prediction.online import OnlineMarkov
@@ -52,7 +53,7 @@ class Models:
 
 
 class ScoredPolicy(ReplayPolicy):
-    """A policy of `policy/eviction.py` on the server's own `Scorer`."""
+    """A policy of `policy/eviction.py` on the server's own `Scorer`, whose horizon follows the cache's turnover."""
 
     def __init__(self, policy: EvictionPolicy, models: Models) -> None:
         super().__init__(policy.name)
@@ -61,6 +62,8 @@ class ScoredPolicy(ReplayPolicy):
         self._policy = policy
 
     def begin(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turnover = Turnover(engine.cache.capacity_blocks, self._policy.time_horizon_s)
         self._scorer = Scorer(
             engine.cache.set_rank,
             self._policy,
@@ -86,4 +89,6 @@ class ScoredPolicy(ReplayPolicy):
             self._scorer.end_workflow(reading.prompt.workflow_id, reading.agent.lease.session.key, event.at_s)
 
     def before_eviction(self, now: float) -> None:
+        if self._turnover.observe(self._engine.cache.num_evicted, now):
+            self._scorer.set_horizon(self._turnover.horizon_s, now)
         self._scorer.advance(now)

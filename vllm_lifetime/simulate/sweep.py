@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import TypeVar
@@ -15,19 +15,21 @@ from vllm_lifetime.prediction.forecast import DEFAULT_HORIZON
 from vllm_lifetime.prediction.markov import MAX_ORDER
 from vllm_lifetime.prediction.online import OnlineMarkov
 from vllm_lifetime.prediction.serving import load_predictor
-from vllm_lifetime.simulate.policies import BELADY, Variant, replay_policy, train
+from vllm_lifetime.simulate.engine import ReplayResult
+from vllm_lifetime.simulate.policies import Variant, replay_policy, train
 from vllm_lifetime.simulate.schedule import make_schedule, mean_final_context_blocks
 from vllm_lifetime.simulate.scored import Models
 from vllm_lifetime.traces.generate import generate_workload
-from vllm_lifetime.traces.schema import Trace
 
-__all__ = ["PARAMETERS", "Sweep", "SweepRow", "plot_sweep", "sweep", "write_sweep"]
+__all__ = ["PARAMETERS", "Sweep", "SweepRow", "plot_sweep", "plot_sweeps", "sweep", "write_sweep"]
 
 _T = TypeVar("_T", int, float)
 
 PARAMETERS = ("concurrency", "horizon", "gamma", "predictor", "noise", "rho")
 """What can be varied. `horizon` is K; `predictor` is `markov1` .. `markov5` (online, of that order) or a predictor's file;
 `noise` is lambda (Eq. 5); `rho` is the share of the capacity that aggressive prefetch may displace, 0 is conservative."""
+
+DEFAULT_PREDICTOR = f"markov{MAX_ORDER}"
 
 TRAINING_SEEDS = 1000
 """Seeds from here on make the workflows that the models learn from."""
@@ -37,7 +39,7 @@ TRAINING_SEEDS = 1000
 class Sweep:
     """What is varied, and what stays.
 
-    The capacity is `capacity` x `concurrency` x mean final context, also where concurrency varies.
+    The capacity is `capacity` x `concurrency` x mean final context, also where the concurrency is varied.
     """
 
     workload: str
@@ -54,7 +56,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One policy at one value: mean and sample deviation of the hit rate over the seeds."""
+    """One policy at one value, over the seeds: mean and sample deviation of the hit rate, and mean blocks evicted per block read.
+
+    What is fetched and displaced again before anybody reads it shows in `evicted_per_read` alone.
+    """
 
     workload: str
     parameter: str
@@ -63,6 +68,7 @@ class SweepRow:
     seeds: int
     hit_rate: float
     deviation: float
+    evicted_per_read: float
 
 
 def sweep(what: Sweep, processes: int = 1) -> list[SweepRow]:
@@ -80,31 +86,40 @@ def sweep(what: Sweep, processes: int = 1) -> list[SweepRow]:
     cells = list(product(what.values, range(what.seeds)))
     if processes > 1:
         with ProcessPoolExecutor(processes) as pool:
-            rates = list(pool.map(partial(_measure, what), cells))
+            measured = list(pool.map(partial(_measure, what), cells))
     else:
-        rates = [_measure(what, cell) for cell in cells]
+        measured = [_measure(what, cell) for cell in cells]
     rows: list[SweepRow] = []
     for value in what.values:
         for index, policy in enumerate(what.policies):
-            found = [rate[index] for (of, _), rate in zip(cells, rates, strict=True) if of == value]
-            deviation = statistics.stdev(found) if len(found) > 1 else 0.0
+            found = [results[index] for (of, _), results in zip(cells, measured, strict=True) if of == value]
+            rates = [result.hit_rate for result in found]
             rows.append(
-                SweepRow(what.workload, what.parameter, value, policy, what.seeds, statistics.fmean(found), deviation)
+                SweepRow(
+                    what.workload,
+                    what.parameter,
+                    value,
+                    policy,
+                    what.seeds,
+                    hit_rate=statistics.fmean(rates),
+                    deviation=statistics.stdev(rates) if len(rates) > 1 else 0.0,
+                    evicted_per_read=statistics.fmean(result.evicted_blocks / result.prompt_blocks for result in found),
+                )
             )
     return rows
 
 
-def _measure(what: Sweep, cell: tuple[str, int]) -> list[float]:
-    """The hit rate of each policy at one value with one seed."""
+def _measure(what: Sweep, cell: tuple[str, int]) -> list[ReplayResult]:
+    """What each policy comes to at one value with one seed."""
     value, seed = cell
     concurrency, variant = what.concurrency, what.variant
-    models = Models(OnlineMarkov(horizon=DEFAULT_HORIZON))
+    horizon, predictor = DEFAULT_HORIZON, DEFAULT_PREDICTOR
     match what.parameter:
         case "concurrency":
             concurrency = _number(value, int, "a whole number")
         case "horizon":
-            variant = replace(variant, horizon=_number(value, int, "a whole number"))
-            models = Models(OnlineMarkov(horizon=max(1, variant.horizon or 1)))
+            horizon = _number(value, int, "a whole number")
+            variant = replace(variant, horizon=horizon)
         case "gamma":
             variant = replace(variant, gamma=_number(value, float, "a number"))
         case "noise":
@@ -112,19 +127,25 @@ def _measure(what: Sweep, cell: tuple[str, int]) -> list[float]:
         case "rho":
             variant = replace(variant, rho=_number(value, float, "a number"))
         case "predictor":
-            orders = {f"markov{order}": order for order in range(1, MAX_ORDER + 1)}
-            models = Models(OnlineMarkov(max_order=orders[value]) if value in orders else load_predictor(value))
+            predictor = value
+    models = _models(what.workload, what.training_workflows, what.concurrency, seed, predictor, max(1, horizon))
     trace = generate_workload(what.workload, what.workflows, seed)
-    if what.training_workflows:
-        training: Trace = generate_workload(what.workload, what.training_workflows, TRAINING_SEEDS + seed)
-        models = train(make_schedule(training, what.concurrency), models)
-    schedule = make_schedule(trace, concurrency)
     capacity_blocks = int(what.capacity * what.concurrency * mean_final_context_blocks(trace))
-    rates: list[float] = []
-    for name in what.policies:
-        known = None if name == BELADY else models
-        rates.append(replay_policy(schedule, name, capacity_blocks, known, variant).hit_rate)
-    return rates
+    schedule = make_schedule(trace, concurrency, capacity_blocks=capacity_blocks)
+    return [replay_policy(schedule, name, capacity_blocks, models, variant) for name in what.policies]
+
+
+@cache
+def _models(workload: str, workflows: int, concurrency: int, seed: int, predictor: str, horizon: int) -> Models:
+    """What is known before the measurement. The same for most values of a sweep, and nobody changes it."""
+    orders = {f"markov{order}": order for order in range(1, MAX_ORDER + 1)}
+    if predictor in orders:
+        models = Models(OnlineMarkov(horizon=horizon, max_order=orders[predictor]))
+    else:
+        models = Models(load_predictor(predictor))
+    if not workflows:
+        return models
+    return train(make_schedule(generate_workload(workload, workflows, TRAINING_SEEDS + seed), concurrency), models)
 
 
 def _number(text: str, kind: type[_T], name: str) -> _T:
@@ -140,29 +161,37 @@ def write_sweep(rows: Iterable[SweepRow], path: Path) -> None:
 
 
 def plot_sweep(rows: Sequence[SweepRow], path: Path) -> None:
-    """Draw hit rate over the values, a line per policy, into an image file.
+    """Draw hit rate over the values, a line per policy, into an image file. See `plot_sweeps`."""
+    plot_sweeps([rows], path)
+
+
+def plot_sweeps(sweeps: Sequence[Sequence[SweepRow]], path: Path, columns: int = 1) -> None:
+    """Draw several sweeps side by side, `columns` in a row.
 
     Raises ImportError without matplotlib, OSError, ValueError.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    lines = -(-len(sweeps) // columns)
+    size = (7.0, 4.5) if columns == 1 else (4.2 * columns, 3.2 * lines)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for policy in dict.fromkeys(row.policy for row in rows):
-        line = [row for row in rows if row.policy == policy]
-        axes.errorbar(
-            [row.value for row in line],
-            [100 * row.hit_rate for row in line],
-            [100 * row.deviation for row in line],
-            marker="o",
-            capsize=3,
-            label=policy,
-        )
-    axes.set_xlabel(rows[0].parameter)
-    axes.set_ylabel("hit rate (%)")
-    axes.set_title(rows[0].workload)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    for index, rows in enumerate(sweeps):
+        axes = figure.add_subplot(lines, columns, index + 1)
+        for policy in dict.fromkeys(row.policy for row in rows):
+            line = [row for row in rows if row.policy == policy]
+            axes.errorbar(
+                [row.value for row in line],
+                [100 * row.hit_rate for row in line],
+                [100 * row.deviation for row in line],
+                marker="o",
+                capsize=3,
+                label=policy,
+            )
+        axes.set_xlabel(rows[0].parameter)
+        axes.set_ylabel("hit rate (%)")
+        axes.set_title(rows[0].workload)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120 if columns == 1 else 80)
