@@ -21,7 +21,9 @@ harness-venvs: ## .venv-harness and .venv-harness-crewai: the agent frameworks, 
 test: lint pytest ## lint, types and all tests
 
 pytest: venv harness-venvs
-	$(BIN)/python -m pytest -q
+	@# Unit tests wait more than they compute; those that start servers need all cores. Both run, whatever becomes of the first.
+	$(BIN)/python -m pytest -q -m "not e2e" --ignore tests/e2e -n 3 --dist worksteal; unit=$$?; \
+	$(BIN)/python -m pytest -q tests/e2e && exit $$unit
 
 lint: venv harness-venvs ## ruff and mypy
 	$(BIN)/ruff check .

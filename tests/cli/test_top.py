@@ -35,13 +35,14 @@ app = typer.Typer(pretty_exceptions_enable=False)
 top.add_to(app)
 app()
 """
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_LIFETIME_")}
+# pytest-xdist sets the width of its own terminal for its workers.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_LIFETIME_", "COLUMNS", "LINES"))}
 
 
 def run_once(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """One frame, into a pipe."""
     command = [sys.executable, "-c", COMMAND, "--once", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT | environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT | environment)
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_an_id_reaches_the_terminal(server: DashboardServer, engines: MovingEngi
 
 
 def test_a_pipe_gets_frames_for_ever() -> None:
-    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 2 and "--once" in done.stderr
 
 
@@ -144,8 +145,8 @@ class Terminal:
         self._ours = ours
         self.seen = ""
 
-    def await_text(self, text: str, timeout_s: float = 20.0) -> None:
-        """Read until `text` is printed, apart from styles; forget what came before."""
+    def await_text(self, text: str, timeout_s: float = 120.0) -> None:
+        """Read until `text` is printed, apart from styles; forget what came before. A slow server is looked at rarely."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
@@ -164,7 +165,7 @@ class Terminal:
         """Press Ctrl-C; returns the exit status."""
         self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.wait(10)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             os.close(self._ours)

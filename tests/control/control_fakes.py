@@ -35,6 +35,9 @@ class FakeEngines:
         self.count = count
         self.error = error
         self.delay_s = delay_s
+        self.is_open = threading.Event()
+        """No call ends while it is not set."""
+        self.is_open.set()
         self.answers: list[Any] | None = None
         self.sessions: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
         self.oldest_io_s = 0.0
@@ -47,7 +50,7 @@ class FakeEngines:
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
         try:
-            await asyncio.sleep(self.delay_s)
+            await self.work()
         finally:
             self.num_running -= 1
         if self.error is not None:
@@ -55,6 +58,12 @@ class FakeEngines:
         if self.answers is not None:
             return self.answers
         return [self.answer(args[0], args[1], rank) for rank in range(self.count)]
+
+    async def work(self) -> None:
+        """What a call takes."""
+        await asyncio.sleep(self.delay_s)
+        while not self.is_open.is_set():
+            await asyncio.sleep(0.01)
 
     def answer(self, method: str, payload: dict[str, Any], rank: int) -> dict[str, Any]:
         match method:

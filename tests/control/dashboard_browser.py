@@ -27,7 +27,8 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WAIT_S = 20.0
+WAIT_S = 60.0
+"""For what never comes if something is wrong."""
 
 
 class Page:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Self
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
+from kept_port import KeptPort
 
 from vllm_lifetime.control import ControlSettings
 from vllm_lifetime.control.fanout import build_fanout_app
@@ -28,19 +28,11 @@ def await_true(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) ->
         time.sleep(0.01)
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port
-
-
 class ServerThread:
     """An app that listens on a port of its own, in a thread. `kill` and `start` again keep the port."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        self._port = KeptPort()
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -51,7 +43,7 @@ class ServerThread:
     @property
     def url(self) -> str:
         """The root."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self._port.number}"
 
     def __enter__(self) -> Self:
         self.start()
@@ -59,14 +51,15 @@ class ServerThread:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._port.close()
 
     def start(self) -> None:
         """Listen."""
-        config = uvicorn.Config(self.build_app(), host="127.0.0.1", port=self.port, log_level="critical")
-        server = self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+        server = self._server = uvicorn.Server(uvicorn.Config(self.build_app(), log_level="critical"))
+        listener = self._port.listener()
+        self._thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         self._thread.start()
-        await_true(lambda: server.started, f"something listens on {self.port}")
+        await_true(lambda: server.started, f"something listens on {self.url}")
 
     def stop(self) -> None:
         """Shut down as on SIGTERM."""
@@ -119,6 +112,9 @@ class FakeEngine(ServerThread):
 
         self.hints: list[dict[str, Any]] = []
         self.delay_s = 0.0
+        self.is_open = threading.Event()
+        """Nothing is answered while it is not set."""
+        self.is_open.set()
         self.status: int | None = None
         """Answer every change with this status instead."""
 
@@ -148,12 +144,12 @@ class FakeEngine(ServerThread):
                 body = await request.json() if await request.body() else None
                 self.preferences.add(request.headers.get("prefer"))
                 self.requests.append((request.method, str(request.url).removeprefix(self.url), body))
-                await asyncio.sleep(self.delay_s)
+                await self._pause()
                 if self.status is not None:
                     headers = {} if self.retry_after is None else {"Retry-After": self.retry_after}
                     return JSONResponse({"detail": "unwell"}, self.status, headers)
             else:
-                await asyncio.sleep(self.delay_s)
+                await self._pause()
             return await call_next(request)
 
         @app.post(f"{PREFIX}/boundaries")
@@ -208,6 +204,11 @@ class FakeEngine(ServerThread):
             return JSONResponse(body, 200 if self.health_status == "ok" else 503)
 
         return app
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        while not self.is_open.is_set():
+            await asyncio.sleep(0.01)
 
     def _outcome(self, event: dict[str, Any]) -> dict[str, Any]:
         message_id = event["message_id"]

@@ -32,7 +32,7 @@ def build_app(engines: FakeEngines, timeout_s: float = 5.0) -> FastAPI:
 
 
 def wait_for_events(engines: FakeEngines, count: int) -> list[dict[str, Any]]:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while len(engines.events()) < count:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -52,15 +52,15 @@ def test_a_hook_is_answered_with_an_empty_object_and_reaches_the_engines() -> No
 
 
 def test_claude_code_does_not_wait_for_busy_engines_and_order_is_kept() -> None:
-    engines = FakeEngines(delay_s=1.0)
-    with serve(build_app(engines)) as url, httpx.Client(base_url=url) as client:
+    engines = FakeEngines()
+    engines.is_open.clear()
+    with serve(build_app(engines)) as url, httpx.Client(base_url=url, timeout=60) as client:
         client.post(PATH, json=STOP)
-        start_s = time.monotonic()
         for number in range(20):
             start = {"session_id": "s", "hook_event_name": "SubagentStart", "agent_id": f"a{number}", "agent_type": "x"}
             assert client.post(PATH, json=start).status_code == 202
         assert client.post(PATH, json={"session_id": "s", "hook_event_name": "SessionEnd"}).status_code == 202
-        assert time.monotonic() - start_s < 1.0
+        engines.is_open.set()
         events = wait_for_events(engines, 22)
     assert [event.get("agent_id") for event in events] == [None, *(f"a{number}" for number in range(20)), None]
     assert events[-1]["kind"] == "session_end"

@@ -68,7 +68,7 @@ def test_data_is_invented_before_the_first_answer(page: Page, server: DashboardS
     page.wait_for_text("#connection", "Live")
     assert not page.find("#waiting").is_displayed()
     assert [card.get_attribute("data-tier") for card in page.all(".tier")] == ["hbm", "host", "flash"]
-    assert page.text("#health") == "ok"
+    page.wait_for_text("#health", "ok")
     assert page.find("#no-sessions").is_displayed()
 
 

@@ -78,9 +78,9 @@ def test_the_preference_is_read_as_rfc_7240_has_it(values: list[str], is_async: 
 
 @pytest.mark.parametrize("value", [b'"\\' * 30_000, b"a," * 30_000, b'"' * 60_000, b" " * 60_000, b"respond-async =" * 4_000])
 def test_a_header_made_to_be_slow_is_not(value: bytes) -> None:
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     prefers_async({"type": "http", "headers": [(b"prefer", value)]})
-    assert time.perf_counter() - began_s < 0.5
+    assert time.thread_time() - began_s < 0.5
 
 
 # ---------------------------------------------------------------------- the answer
@@ -129,8 +129,10 @@ def test_what_is_refused_is_refused_at_once(status: int, kwargs: dict[str, Any],
 
 @pytest.mark.usefixtures("way")
 def test_a_full_queue_is_503_and_nobody_waits_for_it() -> None:
-    engines = FakeEngines(delay_s=30.0)
-    with serve(build_app(engines, settings=MANY)) as url, httpx.Client(base_url=url, headers=ASYNC) as client:
+    engines = FakeEngines()
+    engines.is_open.clear()
+    app = build_app(engines, timeout_s=300.0, settings=MANY)
+    with serve(app) as url, httpx.Client(base_url=url, headers=ASYNC, timeout=60) as client:
         # One list is on its way to the engines, and as many wait as may.
         for start in range(0, MAX_WAITING_EVENTS + MAX_BATCH, MAX_BATCH):
             batch = [event(number) for number in range(start, start + MAX_BATCH)]
@@ -138,6 +140,7 @@ def test_a_full_queue_is_503_and_nobody_waits_for_it() -> None:
         response = client.post(BOUNDARIES, json=event(0))
         assert response.status_code == 503 and "preference-applied" not in response.headers
         assert "do not keep up" in response.json()["detail"]
+        engines.is_open.set()
 
 
 # ---------------------------------------------------------------------- what becomes of it
@@ -203,7 +206,7 @@ def test_a_hint_is_carried_out_also_when_the_events_before_it_are_lost() -> None
 def test_events_that_the_engines_never_got_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     engines = FakeEngines(error=RuntimeError("gone"))
     lost = "vllm:lifetime_lost_boundaries_total"
-    with serve(build_app(engines)) as url, httpx.Client(base_url=url, headers=ASYNC) as client:
+    with serve(build_app(engines)) as url, httpx.Client(base_url=url, headers=ASYNC, timeout=60) as client:
 
         def shown() -> list[tuple[str, str, str | None]]:
             records = client.get(EVENTS).json()["events"]

@@ -1,32 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock vLLM's answers, and servers with the connector.
 
-At most two servers run at a time: the two stock ones, which are started first and ended before any other; later one of
-`servers` and one that a test starts itself.
+At most two servers run at a time: the two stock ones, which are started first and ended before any other; later two of
+`servers`, or what `pieces` start, or one server and one that is refused.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import e2e_ahead
 from e2e_client import Answer, Api, make_server
-from e2e_servers import Servers, Stock, ask_stock
+from e2e_servers import TIERS, Servers, Stock, ask_stock
 from e2e_workload import Prompt
 
 HERE = Path(__file__).parent
 DTYPES = ("float32", "bfloat16")
 
+ORDER = (
+    *("without_metadata", "request_naming"),  # one server
+    *("boundaries", "dashboard", "retirement", "same_tokens"),  # another; the last goes on to one in bfloat16
+    "scorer",
+    *("device_faults", "data_parallel"),
+    *("restart", "harness", "refusals", "hidden_states"),  # each waits for what was done ahead
+)
+"""Files with the same servers stand together."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder starts a server."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
+    """Everything in this folder starts a server; those with the same one come together."""
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.e2e)
+    place = {f"test_e2e_{name}": index for index, name in enumerate(ORDER)}
+    ours.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items[:] = [item for item in items if HERE not in item.path.parents] + ours
 
 
 @pytest.fixture(scope="session")
@@ -72,16 +86,34 @@ def same_as_stock(stock: dict[str, Stock]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def servers(stock: dict[str, Stock], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """See `Servers`. Asks for `stock` so that those servers are gone."""
+def wanted(request: pytest.FixtureRequest) -> set[str]:
+    """The fixtures of this session's tests."""
+    return {name for item in request.session.items if isinstance(item, pytest.Function) for name in item.fixturenames}
+
+
+@pytest.fixture(scope="session")
+def servers(
+    request: pytest.FixtureRequest, wanted: set[str], model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    """See `Servers`. The stock servers are gone."""
+    if "stock" in wanted:
+        request.getfixturevalue("stock")
     running = Servers(model, tmp_path_factory.mktemp("lifetime"))
     yield running
     running.stop()
 
 
+@pytest.fixture(scope="session")
+def pieces(wanted: set[str], servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+    """What the tests to come want done ahead (`e2e_ahead`), under way."""
+    servers.stop()
+    with ThreadPoolExecutor(2) as threads:
+        yield e2e_ahead.begin(threads, wanted, servers, tmp_path_factory)
+
+
 @pytest.fixture
 def tiers_server(servers: Servers) -> Api:
     """A float32 server with host and flash tiers, empty."""
-    api = servers.get("float32", host_blocks=64, flash_blocks=200)
+    api = servers.get(TIERS["float32"])
     api.reset()
     return api

@@ -179,7 +179,7 @@ class Api:
             if now == before and not any(tier["held_blocks"] for tier in now.values()):
                 return now
             before = now
-            time.sleep(0.1)
+            time.sleep(0.05)
         raise AssertionError(f"blocks are still held or moved after {timeout_s} s: {now}")
 
     def metrics(self) -> Metrics:

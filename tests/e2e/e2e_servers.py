@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a whole test session: what stock vLLM answered, and one server with the connector at a time."""
+"""The servers of a whole test session: what stock vLLM answered, and those with the connector that test files share."""
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,36 +51,71 @@ def ask_stock(api: Api, is_full: bool) -> Stock:
     return answers
 
 
+@dataclass(frozen=True)
+class Setup:
+    """How a shared server is configured. A path among `options` lies in the server's own directory."""
+
+    dtype: str = "float32"
+    host_blocks: int = 0
+    flash_blocks: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+PLAIN = Setup()
+"""The connector without lower tiers."""
+
+TIERS = {dtype: Setup(dtype, host_blocks=64, flash_blocks=200) for dtype in ("float32", "bfloat16")}
+
+SCORED = Setup(
+    host_blocks=120,
+    options=(
+        ("eviction_policy", "lifetime"),
+        ("predictor_path", Path("missing.npz")),
+        ("state_path", Path("state.json")),
+        ("prefetch", "conservative"),
+    ),
+)
+"""A host tier, and a predictor file that is not there."""
+
+TOGETHER = ((PLAIN, TIERS["float32"]), (TIERS["bfloat16"], SCORED))
+"""Which servers are started side by side: a start is the work of one thread, and who is not asked costs nothing."""
+
+
 class Servers:
-    """Keeps one server running and replaces it when another configuration is asked for: modules may share one."""
+    """Keeps two servers running at most, and replaces them when another setup is asked for: test files may share one."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self.model = model
         self._directory = directory
-        self._key: tuple[Any, ...] | None = None
-        self._api: Api | None = None
-        self._count = 0
+        self._running: dict[Setup, Api] = {}
+        self._numbers = itertools.count(1)
 
     def directory(self) -> Path:
-        """A new directory."""
-        self._count += 1
-        path = self._directory / f"server-{self._count}"
+        """A new directory. From any thread."""
+        path = self._directory / f"server-{next(self._numbers)}"
         path.mkdir()
         return path
 
-    def get(self, dtype: str, host_blocks: int = 0, flash_blocks: int = 0, **options: Any) -> Api:
-        """The running server of this configuration; started if it is not the one that runs."""
-        key = (dtype, host_blocks, flash_blocks, *sorted(options.items()))
-        if self._api is None or self._key != key:
+    def get(self, setup: Setup) -> Api:
+        """The running server of this setup. If it does not run, others are ended, and it is started with its companion."""
+        if setup not in self._running:
             self.stop()
-            directory = self.directory()
-            connector = tier_options(dtype, directory / "flash.kv", host_blocks, flash_blocks, **options)
-            self._api = self.start(directory, dtype, connector)
-            self._key = key
-        return self._api
+            (setups,) = [pair for pair in TOGETHER if setup in pair]
+            with ThreadPoolExecutor(len(setups)) as threads:
+                starting = {each: threads.submit(self._start_shared, each) for each in setups}
+            self._running = {each: start.result() for each, start in starting.items() if start.exception() is None}
+            return starting[setup].result()
+        return self._running[setup]
+
+    def _start_shared(self, setup: Setup) -> Api:
+        directory = self.directory()
+        options = {name: str(directory / value) if isinstance(value, Path) else value for name, value in setup.options}
+        flash_path = directory / "flash.kv"
+        connector = tier_options(setup.dtype, flash_path, setup.host_blocks, setup.flash_blocks, **options)
+        return self.start(directory, setup.dtype, connector)
 
     def start(self, directory: Path, dtype: str, connector: dict[str, Any], *args: str) -> Api:
-        """A server of the caller's own; its log stays in `directory`."""
+        """A server of the caller's own; its log stays in `directory`. From any thread."""
         server = self.make(directory, dtype, connector, *args)
         server.start()
         return Api(server)
@@ -89,7 +126,7 @@ class Servers:
         return make_server(self.model, directory / f"{number}.log", dtype, connector, *args, **options)
 
     def stop(self) -> None:
-        """End the running server, if there is one; the next `get` starts a new one."""
-        if self._api is not None:
-            self._api.server.stop()
-            self._api = None
+        """End the shared servers; the next `get` starts new ones."""
+        for api in self._running.values():
+            api.server.stop()
+        self._running = {}

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from e2e_ahead import ahead
 from e2e_client import SERVER_ENV
+from e2e_servers import Servers
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 300
@@ -30,16 +32,16 @@ def probe(model: Path, out: Path, options: dict[str, Any]) -> Result:
     return result
 
 
-@pytest.fixture(scope="module")
-def on(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+@ahead(num_starts=1)
+def on(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The run with hidden states."""
-    return probe(model, tmp_path_factory.mktemp("on") / "out.json", {"hidden_states": True})
+    return probe(servers.model, tmp_path_factory.mktemp("on") / "out.json", {"hidden_states": True})
 
 
-@pytest.fixture(scope="module")
-def off(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+@ahead(num_starts=1)
+def off(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The run without."""
-    return probe(model, tmp_path_factory.mktemp("off") / "out.json", {})
+    return probe(servers.model, tmp_path_factory.mktemp("off") / "out.json", {})
 
 
 def last_states(model: Path, prompts: list[list[int]]) -> list[np.ndarray]:

@@ -2,17 +2,18 @@
 """Options that cannot work end the start with one sentence that says what to change, where the user sees it."""
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e_ahead import ahead
 from e2e_client import BLOCK_BYTES, tier_options
 from e2e_flash_file import FlashFileKnife
 from e2e_mounts import small_tmpfs
-from e2e_refusal import TAIL_LINES, Refusal, refusal
+from e2e_refusal import TAIL_LINES, Refusal, early_refusals, refusal
 from e2e_servers import Servers
 
 from vllm_lifetime.flash import FlashDevice, FlashGeometry
@@ -34,23 +35,34 @@ FOUND_BY_THE_WORKER = {"flash file of another model"}
 """Only the worker knows what the KV cache looks like; vLLM prints the traces of three processes behind its reason."""
 
 
-@pytest.fixture(scope="module")
-def refusals(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Refusal | BaseException]]:
-    """How each start ended; two at a time."""
-    servers.stop()
+@dataclass(frozen=True)
+class Refusals:
+    """How each start ended, and what became of the files around it."""
+
+    base: Path
+    by_case: dict[str, Refusal | BaseException | None]
+    """None: it went on. An exception: it did not end as it should."""
+    is_tmpfs_empty: bool
+
+
+@ahead(num_starts=1)
+def refusals(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Refusals:
+    """All starts, those that the worker refuses beside the others."""
     base = tmp_path_factory.mktemp("refusals")
     with ExitStack() as mounts:
-        options = _options(base, mounts)
-        logs = {case: servers.directory() for case in options}
-
-        def start(case: str) -> Refusal | BaseException:
-            try:
-                return refusal(servers.make(logs[case], "float32", options[case], start_timeout_s=150))
-            except (AssertionError, pytest.fail.Exception) as error:  # only this case fails
-                return error
-
-        with ThreadPoolExecutor(2) as threads:
-            yield dict(zip(options, threads.map(start, options), strict=True))
+        starts = {
+            case: servers.make(servers.directory(), "float32", options, start_timeout_s=150)
+            for case, options in _options(base, mounts).items()
+        }
+        late = {case: starts.pop(case) for case in FOUND_BY_THE_WORKER}
+        by_case: dict[str, Refusal | BaseException | None] = {}
+        with ThreadPoolExecutor(1 + len(late)) as threads:
+            early = threads.submit(early_refusals, starts)
+            for case, start in {case: threads.submit(refusal, server) for case, server in late.items()}.items():
+                error = start.exception()
+                by_case[case] = start.result() if error is None else error
+            by_case |= early.result()
+        return Refusals(base, by_case, not (base / "small" / "flash.kv").exists())
 
 
 def _options(base: Path, mounts: ExitStack) -> dict[str, dict[str, Any]]:
@@ -93,11 +105,12 @@ def _file_of_another_model(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_start_goes_on_or_fails_in_riddles(refusals: dict[str, Refusal | BaseException], case: str) -> None:
+def test_start_goes_on_or_fails_in_riddles(refusals: Refusals, case: str) -> None:
     """The process ends by itself, not with 0, and all of the sentence stands in one line, at the end of its output."""
-    if case not in refusals:
+    if case not in refusals.by_case:
         pytest.skip("no such file system here")
-    refused = refusals[case]
+    refused = refusals.by_case[case]
+    assert refused is not None, "the start goes on"
     if isinstance(refused, BaseException):
         raise refused
     first, *others = CASES[case]
@@ -110,10 +123,10 @@ def test_start_goes_on_or_fails_in_riddles(refusals: dict[str, Refusal | BaseExc
     assert case in FOUND_BY_THE_WORKER or refused.lines_after(first) < TAIL_LINES
 
 
-def test_refusal_touches_a_file(refusals: dict[str, Refusal | BaseException], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_refusal_touches_a_file(refusals: Refusals) -> None:
     """What lay there before is as it was, and nothing new was created."""
-    base = next(path for path in tmp_path_factory.getbasetemp().iterdir() if path.name.startswith("refusals"))
+    base = refusals.base
     assert FlashFileKnife(base / "other.kv").layout.geometry.model == "some/other-model"
     assert not (base / "flash.kv").exists()
     assert not (base / "none").exists()
-    assert not (base / "small" / "flash.kv").exists()
+    assert refusals.is_tmpfs_empty

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from anthropic import Anthropic
 from e2e_client import REQUEST_TIMEOUT_S, Api, Delta
-from e2e_servers import Servers
+from e2e_servers import PLAIN, Servers
 from openai import OpenAI
 
 # Long enough for whole blocks, and different for each session: private blocks are what an end retires.
@@ -19,7 +19,7 @@ WORDS = "Read the failing test, then the file, fix the function and run the test
 @pytest.fixture
 def api(servers: Servers) -> Api:
     """A server with the connector, no lower tiers, empty."""
-    api = servers.get("float32")
+    api = servers.get(PLAIN)
     api.reset()
     return api
 

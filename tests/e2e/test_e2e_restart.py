@@ -8,11 +8,12 @@ before the third, one block of one prompt is forged.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
 import pytest
+from e2e_ahead import ahead
 from e2e_client import BLOCK_BYTES, Answer, Api, Delta, tier_options
 from e2e_flash_file import FlashFileKnife
 from e2e_servers import Servers, Stock
@@ -46,10 +47,9 @@ class History:
     forged_loads_done: float = 0
 
 
-@pytest.fixture(scope="module")
-def history(servers: Servers) -> Iterator[History]:
+@ahead(num_starts=3)
+def history(servers: Servers, _: pytest.TempPathFactory) -> History:
     """The three servers' lives."""
-    servers.stop()
     directory = servers.directory()
     path = directory / "flash.kv"
     options = tier_options("float32", path, 0, FLASH_BLOCKS, flash_persist=True, demote_ahead_blocks=64)
@@ -79,7 +79,7 @@ def history(servers: Servers) -> Iterator[History]:
         api.settle()
         told.loads_after_kill = {o: delta("lifetime_loads_total", outcome=o) for o in ("done", "failed", "late")}
         told.faults_after_kill = delta("lifetime_flash_faults_total")
-    yield told
+    return told
 
 
 def _kill_while_writing(api: Api) -> tuple[float, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 from e2e_client import REQUEST_TIMEOUT_S, Api, Delta
-from e2e_servers import Servers, Stock
+from e2e_servers import TIERS, Servers, Stock
 from e2e_workload import BLOCK_TOKENS, CROWD, GROWING, RELOAD, filler
 
 from benchmarks.server import metric_sum, parse_metrics
@@ -25,7 +25,7 @@ both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"], scope="m
 @pytest.fixture(scope="module")
 def api(servers: Servers, dtype: str) -> Api:
     """A server with host and flash tiers."""
-    return servers.get(dtype, host_blocks=64, flash_blocks=200)
+    return servers.get(TIERS[dtype])
 
 
 @pytest.fixture

