@@ -232,10 +232,10 @@ def measure(num_blocks: int, arguments: argparse.Namespace) -> list[Row]:
         for _ in range(arguments.repeats):
             role, reader = world.readers[rng.randrange(len(world.readers))]
             invocations.append(timed(lambda role=role, reader=reader: world.scorer.start_request(reader, world.now, agent=role)))
-            workflow, _ = world.scorer._by_reader[reader]
+            workflow, _ = world.scorer.ranking._by_reader[reader]
             workflow.weight *= 0.999
             before = world.scorer.num_updates
-            nanoseconds = timed(lambda workflow=workflow: world.scorer._refresh(workflow))
+            nanoseconds = timed(lambda workflow=workflow: world.scorer.ranking.refresh(workflow))
             updates.append(nanoseconds / max(1, world.scorer.num_updates - before))
             world.scorer.finish_request(reader, world.now + 0.05, "tool_calls", "read", agent=role)
             world.now += 0.1

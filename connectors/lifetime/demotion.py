@@ -11,7 +11,7 @@ from vllm_lifetime.connectors.lifetime.jobs import TransferJobs
 from vllm_lifetime.connectors.lifetime.metadata import LifetimeMetadata
 from vllm_lifetime.policy.backoff import Backoff
 from vllm_lifetime.policy.demotion import next_to_demote
-from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, Run
+from vllm_lifetime.pool.runs import Rank
 from vllm_lifetime.pool.tiers import Slot, SlotTier
 
 __all__ = ["Demotion"]
@@ -97,10 +97,10 @@ class Demotion:
             limit = min(limit, self._host.num_reclaimable)
         self._forget_old_copies()
         floor = self._lowest_rank(self._flash) if target is self._flash else None
-        run_of = self._pool.free_list.run_of
+        run_of, rank_of = self._pool.free_list.run_of, self._flash.free_list.rank_of
 
         def needs_copy(block: KVCacheBlock) -> bool:
-            return self._needs_copy(block) and (floor is None or _rank_of(run_of[block.block_id]) >= floor)
+            return self._needs_copy(block) and (floor is None or rank_of(run_of[block.block_id]) >= floor)
 
         blocks = next_to_demote(self._pool.free_list, self._reach, limit, needs_copy)
         job = self._jobs.start_store(target, blocks, self._pool.free_list, now)
@@ -143,7 +143,7 @@ class Demotion:
         if tier.num_reclaimable:
             return None
         slot = next(tier.free_list.iter_cached_blocks(), None)
-        return None if slot is None else _rank_of(tier.run_of(slot))
+        return None if slot is None else tier.free_list.rank_of(tier.run_of(slot))
 
     def _demote_host(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
         """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
@@ -159,7 +159,8 @@ class Demotion:
         slots = next_to_demote(self._host.free_list, len(self._host.slots), wanted, self._needs_flash_copy)
         if floor is not None:
             # All that flash holds is worth more: a write would only wear it.
-            self._host.forget([slot for slot in slots if _rank_of(self._host.run_of(slot)) < floor])
+            rank_of = self._flash.free_list.rank_of
+            self._host.forget([slot for slot in slots if rank_of(self._host.run_of(slot)) < floor])
             slots = [slot for slot in slots if slot.block_hash is not None]
         job = self._jobs.start_demotion(slots, now)
         if job is not None:
@@ -167,7 +168,3 @@ class Demotion:
 
     def _needs_flash_copy(self, slot: Slot) -> bool:
         return slot.block_hash is not None and slot.block_hash not in self._flash
-
-
-def _rank_of(run: Run | None) -> Rank:
-    return ACTIVE_RANK if run is None else run.rank

@@ -22,6 +22,8 @@ class EvictionLog:
     def __init__(self, recorder: stats.Recorder) -> None:
         self._recorder = recorder
         self._evicted_at: dict[bytes, float] = {}
+        self.num_evicted = 0
+        """Blocks of HBM, since the start."""
 
     def note_handed_out(
         self, blocks: Sequence[KVCacheBlock], free_list: TierFreeList[KVCacheBlock], host: SlotTier, flash: SlotTier
@@ -45,6 +47,7 @@ class EvictionLog:
             else:
                 lost += 1
         if now:
+            self.num_evicted += retired + demoted + lost
             while len(evicted_at) > MAX_EVICTED_REMEMBERED:
                 del evicted_at[next(iter(evicted_at))]
             self._recorder.count(stats.EVICTIONS, "hbm", "retired", by=retired)

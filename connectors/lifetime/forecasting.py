@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from vllm_lifetime.agents import Reading
 from vllm_lifetime.boundaries import Boundary, BoundaryKind, Outcome
@@ -22,6 +23,7 @@ from vllm_lifetime.connectors.lifetime.learned_state import LearnedState
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
 from vllm_lifetime.lifecycle import Lifecycle
 from vllm_lifetime.policy.scorer import Scorer
+from vllm_lifetime.policy.turnover import Turnover
 from vllm_lifetime.pool.access import AccessTable
 from vllm_lifetime.pool.runs import Run
 from vllm_lifetime.prediction.forecast import END, Forecast, TransitionPredictor
@@ -108,6 +110,7 @@ class Forecasting:
             parts = {"predictor": self.online.to_json, "next_use": self.next_use.to_json}
             self._state = LearnedState(state_path, parts, lambda: self.predictor.num_observed)
         self._scorer: Scorer | None = None
+        self._turnover: Turnover | None = None
         self._counted = (0, 0, 0)
         self._running: dict[str, Reading] = {}
         self._reads_hidden_states = bool(options.hidden_states)
@@ -131,8 +134,9 @@ class Forecasting:
             logger.warning("predictor_path: %s Predictions come from the model that learns while serving.", error)
             return None
 
-    def bind(self, access: AccessTable) -> None:
-        """The pool is there: whose ranks the scorer sets."""
+    def bind(self, access: AccessTable, capacity_blocks: int) -> None:
+        """The pool of so many blocks is there: whose ranks the scorer sets."""
+        self._turnover = Turnover(capacity_blocks, self._policy.time_horizon_s, time.monotonic())
         self._scorer = Scorer(
             access,
             self._policy,
@@ -153,6 +157,20 @@ class Forecasting:
             self._running[request_id] = reading
         self._scorer.start_request(reading)
         self._took("refresh", start)
+
+    def on_unnamed_start(self) -> None:
+        """A request without metadata has been admitted; before `on_use` of its prompt."""
+        if self._scorer is not None:
+            self._scorer.ranking.start_unnamed()
+
+    def on_use(self, block_hashes: Sequence[BlockHash], group_id: int) -> None:
+        """A request, named or not, has got, or is about to give back, these blocks of a KV cache group, from its first one on.
+
+        Nothing before the first request without metadata; then O(1) per sampled block.
+        """
+        if self._scorer is not None:
+            ranking = self._scorer.ranking
+            ranking.use([make_block_hash_with_group_id(block_hash, group_id) for block_hash in ranking.sample(block_hashes)])
 
     def on_hidden_states(self, rows: dict[str, NDArray[np.float32]]) -> None:
         """Prompts have been computed; rows of requests that are over or unknown are left out."""
@@ -213,10 +231,13 @@ class Forecasting:
             if lease.session.leases.get(lease.workflow_id) is not lease:
                 self._scorer.end_workflow(lease.workflow_id, lease.session.key)
 
-    def on_step(self, now: float) -> None:
-        """Once per step: ranks that time has changed. Bounded."""
-        if self._scorer is not None:
-            self._scorer.advance(now)
+    def on_step(self, now: float, num_evicted: int) -> None:
+        """Once per step, with the blocks evicted from HBM so far: ranks that time has changed. Bounded."""
+        if self._scorer is None or self._turnover is None:
+            return
+        if self._turnover.observe(num_evicted, now):
+            self._scorer.set_horizon(self._turnover.horizon_s, now)
+        self._scorer.advance(now)
 
     # ------------------------------------------------------------------ looking
 
@@ -236,6 +257,11 @@ class Forecasting:
             self._recorder.count(stats.PREDICTIONS, self.predictor.in_use, "made", by=made)
             self._recorder.count(stats.PREDICTIONS, self.predictor.in_use, "failed", by=failed)
             self._recorder.count(stats.SCORER_UPDATES, by=updates)
+
+    @property
+    def time_horizon_s(self) -> float:
+        """How far ahead a next use counts at present, in seconds."""
+        return self._policy.time_horizon_s if self._turnover is None else self._turnover.horizon_s
 
     @property
     def num_workflows(self) -> int:

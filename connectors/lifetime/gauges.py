@@ -24,7 +24,7 @@ class Gauges:
 
     def __init__(self, recorder: stats.Recorder) -> None:
         self._recorder = recorder
-        self._shown: dict[tuple[str, ...], int] = {}
+        self._shown: dict[tuple[str, ...], float] = {}
         self._classes_due = 0.0
 
     def show(self, scheduler: "LifetimeScheduler") -> None:
@@ -40,6 +40,7 @@ class Gauges:
         forecasting = scheduler.forecasting
         if forecasting is not None:
             self._set(stats.SCORED_WORKFLOWS, forecasting.num_workflows)
+            self._set(stats.TIME_HORIZON, forecasting.time_horizon_s)
             for predictor in PREDICTORS:
                 self._set(stats.PREDICTOR_IN_USE, int(forecasting.predictor.in_use == predictor), predictor)
         now = time.monotonic()
@@ -50,7 +51,7 @@ class Gauges:
             done = time.monotonic()
             self._classes_due = done + max(CLASSES_EVERY_S, CLASSES_SHARE * (done - now))
 
-    def _set(self, metric: stats.Metric, value: int, *labels: str) -> None:
+    def _set(self, metric: stats.Metric, value: float, *labels: str) -> None:
         key = (metric.name, *labels)
         if self._shown.get(key) != value:
             self._shown[key] = value

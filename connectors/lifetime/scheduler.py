@@ -160,7 +160,7 @@ class LifetimeScheduler:
         capacity = self.pool.num_gpu_blocks + len(self.host.slots) + len(self.flash.slots)
         self.retentions = RetentionTable(self._access, capacity)
         if self.forecasting is not None:
-            self.forecasting.bind(self._access)
+            self.forecasting.bind(self._access, self.pool.num_gpu_blocks)
         if self.options.prefetches and (self.host.slots or self.flash.slots):
             self.prefetch = self._make_prefetch(self.pool)
 
@@ -275,6 +275,7 @@ class LifetimeScheduler:
             self.recorder.count(stats.REQUESTS)
             self.recorder.count(stats.PROMPT_TOKENS, by=request.num_tokens)
             self.note_hits("hbm", start)
+            self._note_use(request, request.num_tokens, starts_unnamed=state.reading is None)
             if self.prefetch is not None:
                 self.prefetch.note_read(blocks.blocks[0], start)
             if self._access is not None and (state.reading is not None or self._access.has_runs):
@@ -288,6 +289,16 @@ class LifetimeScheduler:
             if num_external_tokens > 0:
                 plan = plan[: num_external_tokens // self._block_size]
                 self._request_loads.queue(request, state, blocks.blocks[0], start, plan)
+
+    def _note_use(self, request: "Request", num_tokens: int, *, starts_unnamed: bool = False) -> None:
+        """The request has got, or is about to give back, the blocks of its first `num_tokens` tokens."""
+        if self.forecasting is None:
+            return
+        if starts_unnamed:
+            self.forecasting.on_unnamed_start()
+        for group_id, block_size in enumerate(self.layout.group_block_sizes_tokens):
+            step = max(1, block_size // self._hash_tokens)
+            self.forecasting.on_use(request.block_hashes[step - 1 : num_tokens // self._hash_tokens : step], group_id)
 
     def load_origins(self, request_id: str) -> tuple[int, int]:
         """Tokens of the request's latest load by origin: host, flash."""
@@ -308,6 +319,7 @@ class LifetimeScheduler:
             reason_name = None if reason is None else str(reason)
             now = time.monotonic()
             self._trace.on_request_finished(request.request_id, now, request.num_output_tokens, finish_reason=reason_name)
+        self._note_use(request, request.num_computed_tokens)
         if state is not None and state.reading is not None:
             self._retain(state.reading)
             if self.forecasting is not None:
@@ -392,7 +404,7 @@ class LifetimeScheduler:
         now = time.monotonic()
         self.expire()
         if self.forecasting is not None:
-            self.forecasting.on_step(now)
+            self.forecasting.on_step(now, self._evictions.num_evicted)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         only_decodes = _only_decodes(scheduler_output)
         meta = LifetimeMetadata(step=self.pace.begin_step(num_tokens, only_decodes=only_decodes, now=now))

@@ -127,6 +127,9 @@ SCORER_SECONDS = Metric(
 SCORER_UPDATES = Metric("scorer_updates", PromCounter, (), "Runs of blocks whose rank was looked at again.")
 PREDICTOR_IN_USE = Metric("predictor_in_use", Gauge, ("predictor",), "1 for the predictor that answers at present, else 0.")
 SCORED_WORKFLOWS = Metric("scored_workflows", Gauge, (), "Workflows of which the scorer keeps a forecast.")
+TIME_HORIZON = Metric(
+    "time_horizon_seconds", Gauge, (), "How far ahead a next use counts for the scorer; follows how fast HBM is replaced."
+)
 
 METRICS = (
     TIER_BLOCKS,
@@ -157,6 +160,7 @@ METRICS = (
     SCORER_UPDATES,
     PREDICTOR_IN_USE,
     SCORED_WORKFLOWS,
+    TIME_HORIZON,
 )
 
 Key = tuple[str, tuple[str, ...]]

@@ -77,6 +77,21 @@ def test_the_metrics_do_not_tell_what_the_scorer_does(make_scored: Callable[...,
     engine.check_conservation()
 
 
+def test_the_horizon_stays_a_guess_however_fast_the_cache_is_replaced(make_scored: Callable[..., SimulatedEngine]) -> None:
+    engine = make_scored(NUM_BLOCKS, {})
+    guess_s = forecasting_of(engine).time_horizon_s
+    run_workflow(engine, 0)
+    engine.settle()
+    assert forecasting_of(engine).time_horizon_s == guess_s, "nothing has been evicted yet"
+    for number in range(1, 40):
+        run_workflow(engine, number)
+    engine.settle()
+    horizon_s = forecasting_of(engine).time_horizon_s
+    assert horizon_s < guess_s / 2
+    gauges = {name: value for data in engine.stats for name, _, value in data["gauges"]}
+    assert gauges["time_horizon_seconds"] == horizon_s
+
+
 @pytest.mark.parametrize("policy", ["lru", "kvflow", "ttl", "time"])
 def test_a_policy_without_boundaries_retires_something(make_scored: Callable[..., SimulatedEngine], policy: str) -> None:
     """What a policy is not to know changes nothing: no block is retired, whatever ends."""

@@ -215,11 +215,11 @@ class ScorerMachine(RuleBasedStateMachine):
         scorer = self.world.scorer
         assert len(scorer) == len(self.histories)
         states = set(scorer._workflows.values())
-        assert {workflow for workflow, _ in scorer._by_reader.values()} <= states
-        for audience in scorer._audiences.values():
+        assert {workflow for workflow, _ in scorer.ranking._by_reader.values()} <= states
+        for audience in scorer.ranking._audiences.values():
             assert set(audience.access) <= states
         for workflow in states:
-            assert all(scorer._audiences[audience.key] is audience for audience in workflow.audiences)
+            assert all(scorer.ranking._audiences[audience.key] is audience for audience in workflow.audiences)
 
 
 def test_ranks_equal_those_computed_from_scratch() -> None:
@@ -464,8 +464,8 @@ def test_workflows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         world.run(f"s{number}", "coder", (number,), tool="read")
     scorer = world.scorer
     assert len(scorer) == 5
-    assert len(scorer._by_reader) <= 10
-    assert len(scorer._audiences) <= 5
+    assert len(scorer.ranking._by_reader) <= 10
+    assert len(scorer.ranking._audiences) <= 5
     for _ in range(2000):
         world.now += 100.0
         scorer.advance()

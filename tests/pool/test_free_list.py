@@ -35,6 +35,7 @@ SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None, sup
 RANKS = (ACTIVE_RANK, (1, 0.0, -5.0), (1, 0.5, 0.0), (1, -1.0, 0.0), (0, 1), (0, 2), (0, 3))
 GROUP_RANKS = ((ACTIVE_RANK, (1, 0.1, 0.0), (1, 0.7, 0.0)), (ACTIVE_RANK, (1, -2.0, 0.0), (1, 0.2, 0.0)))
 """Of each group; no two that differ are equal, since of equal ranks the order is by who got it first."""
+COMMON_RANKS = (ACTIVE_RANK, (1, 0.3, 0.0), (1, float("inf"), 0.0))
 
 
 class Block:
@@ -70,6 +71,7 @@ class FreeListMachine(RuleBasedStateMachine):
         self.runs = [make_run() for _ in range(num_runs)]
         self.groups = [RankGroup(NUM_TIERS) for _ in GROUP_RANKS]
         self.run_of: list[Run | None] = [None] * num_blocks
+        self.common_rank: Rank = ACTIVE_RANK
         self.time = 0
         self.front_time = 0
         self.empty_since: dict[int, int] = {}
@@ -108,12 +110,13 @@ class FreeListMachine(RuleBasedStateMachine):
         if block_id in self.empty_since:
             return (0, -self.empty_since[block_id])
         if block_id in self.single_since:
-            return (1, ACTIVE_RANK, self.single_since[block_id])
+            return (1, self.common_rank, self.single_since[block_id])
         run = self.run_of[block_id]
         assert run is not None
         depth = self.blocks[block_id].block_hash_num_tokens
         assert depth is not None
-        return (1, run.rank, self.run_since[run], -depth)
+        rank = self.common_rank if run.rank is ACTIVE_RANK else run.rank
+        return (1, rank, self.run_since[run], -depth)
 
     def free_ids(self) -> list[int]:
         return [*self.empty_since, *self.single_since, *self.in_run]
@@ -299,6 +302,11 @@ class FreeListMachine(RuleBasedStateMachine):
                     self.free_list.set_rank(run)
                     self.run_since[run] = self.tick()
 
+    @rule(rank=st.sampled_from(COMMON_RANKS))
+    def set_common_rank(self, rank: Rank) -> None:
+        self.common_rank = rank
+        self.free_list.set_common_rank(rank)
+
     @precondition(lambda self: not self.held_ids())
     @rule()
     def forget_all_hashes(self) -> None:
@@ -365,7 +373,7 @@ class FreeListMachine(RuleBasedStateMachine):
             assert (node.bucket is None) == (node.count == 0)
             assert node.hint is node.chain or node.hint in chain
             if node.bucket is not None:
-                assert node.bucket.rank == run.rank
+                assert node.bucket.rank == self.free_list.rank_of(run)
                 linked.append(node)
         for ring in rings:
             here: object = ring
@@ -489,6 +497,18 @@ def test_refreshing_scores_leaves_no_buckets_behind() -> None:
     assert len(free_list._buckets) < 200
     assert len(free_list._queue) < 200
     assert [free_list.run_of[block.block_id] for block in free_list.get_all_free_blocks()] == runs
+
+
+def test_one_block_is_taken_from_where_the_common_bucket_stood_before() -> None:
+    """A single block is taken from the queue's first entry, which is void if that bucket was given a higher rank since."""
+    free_list = TierFreeList([Block(i) for i in range(4)], TIER)
+    scored = make_run((1, 0.5, 0.0))
+    blocks = hashed(free_list, [1, 2], None) + hashed(free_list, [1, 2], scored)
+    free_list.append_n(blocks)
+    free_list.set_common_rank((1, float("inf"), 0.0))
+    assert free_list.run_of[free_list.popleft_n(1)[0].block_id] is scored
+    free_list.set_common_rank(ACTIVE_RANK)
+    assert free_list.run_of[free_list.popleft_n(1)[0].block_id] is None
 
 
 class CountingBlock(Block):

@@ -60,7 +60,8 @@ class TimeUse(StrEnum):
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
     """One policy. `acts_on_boundaries`: whether the end of a segment retires what only it reads; if not, the caller keeps
-    boundaries from the pool.
+    boundaries from the pool. `guards_unnamed`: whether blocks of requests without metadata are kept as long as LRU over all
+    requests would keep them (`ranking.py`); if not, they are the first of the active to go.
 
     `horizon` is K and `gamma` the confidence that a step further ahead keeps (Eq. 2); `score_step` is what scores are rounded to
     (0: not at all).
@@ -72,6 +73,7 @@ class EvictionPolicy:
     uses_time: TimeUse = TimeUse.NONE
     pins_ttl: bool = False
     prefetches: bool = False
+    guards_unnamed: bool = False
     horizon: int = DEFAULT_HORIZON
     gamma: float = DEFAULT_GAMMA
     time_horizon_s: float = DEFAULT_TIME_HORIZON_S
@@ -99,7 +101,7 @@ EVICTION_POLICIES: dict[str, EvictionPolicy] = {
         EvictionPolicy("lru", acts_on_boundaries=False),
         EvictionPolicy("lifecycle"),
         EvictionPolicy("hierarchical", scores=ScoreKind.LOOKAHEAD),
-        EvictionPolicy("lifetime", scores=ScoreKind.LOOKAHEAD, uses_time=TimeUse.DISCOUNT, prefetches=True),
+        EvictionPolicy("lifetime", scores=ScoreKind.LOOKAHEAD, uses_time=TimeUse.DISCOUNT, prefetches=True, guards_unnamed=True),
         EvictionPolicy(
             "lifetime_ordered",
             scores=ScoreKind.LOOKAHEAD,

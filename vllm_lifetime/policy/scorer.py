@@ -2,17 +2,7 @@
 """Keeps every active run's rank in step with what is known of its workflows (PBKV section 4.2).
 
 Per workflow: the agents it has invoked, a forecast of the next ones, what that makes each agent's cache worth (`scoring.py`), and
-since when it pauses. Whatever changes one of these changes the ranks of that workflow's runs and of no others:
-
-    rank(run) = (1, score, -expected next use)
-
-where `score` adds up over the workflows that read the run, and within one over the set of agents that do: two segments of one
-agent count once. Retired runs keep their rank, (0, ...), whatever the score: a score of zero is an estimate, an end is not
-(section 4.2.3). A run that the harness wants out of the way stays where it is until it is read, and one that is kept by wish has
-at least the wish's rank.
-
-Runs that the same agents of the same workflows read form one **audience**, a group of the pool that is re-ranked as one: an
-invocation costs as much as the workflow has audiences, not as much as it has runs.
+since when it pauses. Whatever changes one of these changes the ranks of that workflow's runs and of no others (`ranking.py`).
 
 **An invocation is one LLM request**, as in the paper; a workflow's history is the order in which its requests started, over
 parallel sub-agents, too. A coding agent that calls a tool a hundred times is thus a hundred invocations of the same agent: what
@@ -34,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_lifetime.agents import Reading
-from vllm_lifetime.policy.audience import Audience, AudienceKey, Succession, WorkflowKey, WorkflowState
+from vllm_lifetime.policy.audience import Succession, WorkflowKey, WorkflowState
 from vllm_lifetime.policy.backoff import Backoff
 from vllm_lifetime.policy.call_graph import CallGraph
 from vllm_lifetime.policy.eviction import EvictionPolicy, ScoreKind, TimeUse
 from vllm_lifetime.policy.inheritance import Inheritance
-from vllm_lifetime.policy.retention import Retention
-from vllm_lifetime.policy.scoring import agent_values, one_step_values, workflow_score
+from vllm_lifetime.policy.ranking import Ranking
+from vllm_lifetime.policy.scoring import agent_values, one_step_values
 from vllm_lifetime.pool.access import AccessTable
-from vllm_lifetime.pool.runs import ACTIVE_RANK, DEMOTED_RANK, Rank, Reader, Run
+from vllm_lifetime.pool.runs import Rank, Reader, Run
 from vllm_lifetime.prediction.forecast import END, Forecast, TransitionPredictor
 from vllm_lifetime.prediction.next_use import NextUseModel, PauseState
 from vllm_lifetime.prediction.time_to_live import TimeToLive
@@ -58,13 +48,14 @@ MAX_UPDATES = 16
 """Workflows re-ranked per `advance`; the rest wait for the next call."""
 
 SLOW_PREDICTION_S = 0.05
-"""A prediction that takes longer is a failure: the scheduler waits for it."""
+"""Processor seconds. A prediction that takes longer is a failure: the scheduler waits for it."""
 
 MAX_LOOKED_AT = 16
 """Runs of an agent that are looked at to learn whether the next one reads them."""
 
 MIN_CHANGE = 0.02
 """Estimates that have changed by less, relatively, change no rank."""
+
 
 class Scorer:
     """See the module.
@@ -79,7 +70,7 @@ class Scorer:
         inheritance: which agents read what others have read; learned if not given.
         call_graph: for steps to execution; learned if not given.
         time_to_live: for `pins_ttl`.
-        slow_prediction_s: real time that a prediction may take; infinite where time is simulated.
+        slow_prediction_s: processor time that a prediction may take; infinite where time is simulated.
 
     """
 
@@ -96,13 +87,6 @@ class Scorer:
         time_to_live: TimeToLive | None = None,
         slow_prediction_s: float = SLOW_PREDICTION_S,
     ) -> None:
-        self._access: AccessTable | None = None
-        self._set_rank: Callable[[Run, Rank], None] | None = None
-        if isinstance(access, AccessTable):
-            self._access = access
-            access.on_access_change = self._note_access
-        else:
-            self._set_rank = access
         self.policy = policy
         self.predictor = predictor
         self.next_use = next_use
@@ -113,14 +97,12 @@ class Scorer:
         self._slow_prediction_s = slow_prediction_s
         self.horizon_s = policy.time_horizon_s
         """`EvictionPolicy.time_horizon_s`, or what `set_horizon` was told last."""
+        orders_by_time = policy.uses_time is TimeUse.ORDER and next_use is not None
+        self.ranking = Ranking(access, policy, self.inheritance, orders_by_time=orders_by_time)
+        """What it makes of all this; requests without metadata are told to it alone."""
         self._adds_up = policy.scores is ScoreKind.LOOKAHEAD
-        self._orders_by_time = policy.uses_time is TimeUse.ORDER and next_use is not None
         self._discounts = policy.uses_time is TimeUse.DISCOUNT
         self._workflows: OrderedDict[WorkflowKey, WorkflowState] = OrderedDict()
-        self._by_reader: dict[Reader, tuple[WorkflowState, frozenset[str]]] = {}
-        self._audiences: dict[AudienceKey, Audience] = {}
-        self._changed: dict[Run, None] = {}
-        """Runs whose readers have changed since they were ranked."""
         self._due: list[tuple[float, int, WorkflowState]] = []
         self._order = itertools.count()
         self._backoff = Backoff()
@@ -128,8 +110,11 @@ class Scorer:
         """Forecasts made."""
         self.num_prediction_failures = 0
         """Predictions that raised, or took longer than `slow_prediction_s`."""
-        self.num_updates = 0
+
+    @property
+    def num_updates(self) -> int:
         """Runs re-ranked, alone or with their audience."""
+        return self.ranking.num_updates
 
     def __len__(self) -> int:
         """Workflows known."""
@@ -165,17 +150,17 @@ class Scorer:
         workflow.pause = None
         workflow.due_at = math.inf
         for reader in readers:
-            self._register(workflow, reader, role)
+            self.ranking.register(workflow, reader, role)
         self._forecast(workflow, hidden_state, now)
         self._update_time(workflow, now)
-        self._refresh(workflow)
+        self.ranking.refresh(workflow)
 
     def observe_hidden_state(self, who: Reading | Reader, hidden_state: NDArray[np.float32], now: float | None = None) -> None:
         """The prompt of a running request has been computed: its last hidden state makes a better forecast."""
         workflow = self._workflows.get(_resolve(who, None)[0])
         if workflow is not None and workflow.num_running:
             self._forecast(workflow, hidden_state, self._clock() if now is None else now)
-            self._refresh(workflow)
+            self.ranking.refresh(workflow)
 
     def finish_request(
         self,
@@ -206,7 +191,7 @@ class Scorer:
             if self.policy.pins_ttl and self.time_to_live is not None and is_tool_call:
                 workflow.pinned_until = now + self.time_to_live.time_to_live_s(tool)
         self._update_time(workflow, now)
-        self._refresh(workflow)
+        self.ranking.refresh(workflow)
 
     def end_turn(self, who: Reading | Reader, now: float | None = None) -> None:
         """A turn of the agent is over: what the workflow waits for now is its user."""
@@ -219,7 +204,7 @@ class Scorer:
             self.next_use.observe_waiting(pause, max(0.0, now - workflow.paused_at))
         workflow.pause = PauseState(pause.agent, pause.finish_reason, pause.tool, True)
         self._update_time(workflow, now)
-        self._refresh(workflow)
+        self.ranking.refresh(workflow)
 
     def end_workflow(self, workflow_id: str, session: object = None, now: float | None = None) -> None:
         """The workflow is over, before or after its segments are closed: it counts for no run any more.
@@ -236,14 +221,11 @@ class Scorer:
         self._forget(workflow)
 
     def advance(self, now: float | None = None) -> None:
-        """Once per step, before blocks are allocated: rank runs whose readers have changed, and workflows whose waiting has moved
-        their estimate, at most `MAX_UPDATES` of those that are due. O(1) if there are none."""
-        if self._changed:
-            self._place_changed()
-        due = self._due
-        if not due:
-            return
+        """Once per step, before blocks are allocated: rank runs whose readers have changed, workflows whose waiting has moved
+        their estimate, at most `MAX_UPDATES` of those that are due, and what is unnamed. O(1) if there are none."""
         now = self._clock() if now is None else now
+        self.ranking.place_changed()
+        due = self._due
         num_left = MAX_UPDATES
         while due and due[0][0] <= now and num_left:
             due_at, _, workflow = heapq.heappop(due)
@@ -252,7 +234,8 @@ class Scorer:
             num_left -= 1
             workflow.due_at = math.inf
             if self._update_time(workflow, now):
-                self._refresh(workflow)
+                self.ranking.refresh(workflow)
+        self.ranking.rank_unnamed()
 
     def set_horizon(self, horizon_s: float, now: float) -> None:
         """Discount by `horizon_s` from now on (`Turnover`): waiting workflows are due to be ranked anew. O(workflows)."""
@@ -264,173 +247,12 @@ class Scorer:
     # ------------------------------------------------------------------ looking
 
     def one_step_value(self, run: Run) -> float:
-        """Value(c) (Eq. 1): the expected number of workflows whose next invocation reads `run`.
-
-        O(workflows that read it), and O(1) for the next run of the same audience.
-        """
-        audience = run.group
-        if not isinstance(audience, Audience):
-            return self._next_value(self._access_of(run))
-        value = audience.next_value
-        if value is None:
-            value = audience.next_value = self._next_value(audience.access)
-        return value
+        """Value(c) (Eq. 1): the expected number of workflows whose next invocation reads `run`. As `Ranking.one_step_value`."""
+        return self.ranking.one_step_value(run)
 
     def rank_of(self, run: Run) -> Rank:
         """The rank that an active run has by what is known now, from scratch; for tests and tools. O(readers)."""
-        access, floor = self._look_at(run)
-        audience = Audience(0, (frozenset(), None), access, floor)
-        for workflow, agents in access.items():
-            audience.set_term(workflow, self._term(workflow, agents))
-        return self._rank_of(audience)
-
-    # ------------------------------------------------------------------ ranks
-
-    def _next_value(self, access: dict[WorkflowState, frozenset[str]]) -> float:
-        value = 0.0
-        for workflow, agents in access.items():
-            if workflow.next_values:
-                value += workflow_score(workflow.next_values, self.inheritance.access_set(agents))
-        return value
-
-    def _access_of(self, run: Run) -> dict[WorkflowState, frozenset[str]]:
-        """O_w(run) without inheritance, by workflow."""
-        return self._look_at(run)[0]
-
-    def _look_at(self, run: Run) -> tuple[dict[WorkflowState, frozenset[str]], Rank | None]:
-        """O_w(run) without inheritance, by workflow; and the highest rank of those who keep it by wish, if somebody does.
-
-        A wish of low priority does not lower what somebody reads of whom nothing is known.
-        """
-        access: dict[WorkflowState, frozenset[str]] = {}
-        floor: Rank | None = None
-        has_stranger = run.has_unknown_reader
-        by_reader = self._by_reader
-        for reader in run.readers:
-            found = by_reader.get(reader)
-            if found is not None:
-                workflow, role = found
-                roles = access.get(workflow)
-                access[workflow] = role if roles is None else roles | role
-            elif not isinstance(reader, Retention):
-                has_stranger = True
-            elif floor is None or floor < reader.rank:
-                floor = reader.rank
-        if floor is not None and has_stranger and floor < ACTIVE_RANK:
-            floor = ACTIVE_RANK
-        return access, floor
-
-    def _term(self, workflow: WorkflowState, agents: frozenset[str]) -> float | None:
-        """The workflow's part of the score of a run that `agents` have read; None if nothing is known."""
-        values = workflow.values
-        if values is None:
-            return None
-        if self._adds_up:
-            return workflow.weight * workflow_score(values, self.inheritance.access_set(agents))
-        if self.policy.scores is ScoreKind.STEPS_TO_EXECUTION:
-            return max((values[agent] for agent in agents if agent in values), default=-math.inf)
-        return workflow.weight
-
-    def _rank_of(self, audience: Audience) -> Rank:
-        terms = audience.terms
-        floor = audience.floor
-        if not terms:
-            return ACTIVE_RANK if floor is None else floor
-        score = audience.total if self._adds_up else max(terms.values())
-        step = self.policy.score_step
-        if step:
-            score = round(score / step) * step
-        rank = (1, score, -min(workflow.next_use_at for workflow in terms) if self._orders_by_time else 0.0)
-        if floor is not None and floor > rank:
-            return floor
-        return ACTIVE_RANK if rank == ACTIVE_RANK else rank
-
-    def _refresh(self, workflow: WorkflowState) -> None:
-        """Re-rank what `workflow` reads: each of its audiences as one. O(log buckets) per audience."""
-        dead = [reader for reader in workflow.readers if not reader.is_live]
-        for reader in dead:
-            del workflow.readers[reader]
-            self._by_reader.pop(reader, None)
-        if self._set_rank is not None:
-            self._refresh_one_by_one(reader for reader in workflow.readers)
-            return
-        if self._changed:
-            self._place_changed()
-        for audience in list(workflow.audiences):
-            if not audience.runs:
-                self._drop(audience)
-                continue
-            audience.set_term(workflow, self._term(workflow, audience.access[workflow]))
-            self._rank(audience)
-
-    def _refresh_one_by_one(self, readers: Iterable[Reader]) -> None:
-        """Re-rank what `readers` read, without groups. O(log runs) per run; runs with the same readers are looked at once."""
-        ranks: dict[frozenset[Reader], Rank] = {}
-        set_rank = self._set_rank
-        assert set_rank is not None
-        for reader in readers:
-            for run in sorted(reader.runs, key=_by_start, reverse=True):
-                if run.rank[0] == 0 or run.rank is DEMOTED_RANK:
-                    continue
-                key = frozenset(run.readers)
-                rank = ranks.get(key)
-                if rank is None:
-                    rank = ranks[key] = self.rank_of(run)
-                self.num_updates += 1
-                set_rank(run, rank)
-
-    def _rank(self, audience: Audience) -> None:
-        assert self._access is not None
-        self.num_updates += len(audience.runs)
-        self._access.set_group_rank(audience, self._rank_of(audience))
-
-    def _note_access(self, run: Run, reader: Reader | None) -> None:
-        """`AccessTable.on_access_change`. O(1)."""
-        group = run.group
-        if reader is not None and isinstance(group, Audience):
-            found = self._by_reader.get(reader)
-            if found is not None:
-                workflow, role = found
-                roles = group.access.get(workflow)
-                if roles is not None and role <= roles:
-                    return
-        self._changed[run] = None
-
-    def _place_changed(self) -> None:
-        """Put the runs whose readers have changed into their audiences. O(readers) and O(log buckets) per run."""
-        table = self._access
-        assert table is not None
-        changed, self._changed = self._changed, {}
-        for run in changed:
-            rank = run.rank
-            if rank[0] == 0 or rank is DEMOTED_RANK or not any(run.num_blocks):
-                continue
-            self.num_updates += 1
-            access, floor = self._look_at(run)
-            before = run.group
-            audience = self._audience(access, floor) if access or floor is not None else None
-            table.set_group(run, audience)
-            if isinstance(before, Audience) and not before.runs:
-                self._drop(before)
-
-    def _audience(self, access: dict[WorkflowState, frozenset[str]], floor: Rank | None) -> Audience:
-        """The audience of that access set, with its rank as it is now."""
-        key = (frozenset(access.items()), floor)
-        audience = self._audiences.get(key)
-        if audience is None:
-            assert self._access is not None
-            audience = self._audiences[key] = Audience(self._access.num_tiers, key, access, floor)
-            for workflow, agents in access.items():
-                workflow.audiences[audience] = None
-                audience.set_term(workflow, self._term(workflow, agents))
-            self._access.set_group_rank(audience, self._rank_of(audience))
-        return audience
-
-    def _drop(self, audience: Audience) -> None:
-        """Nobody reads what it stood for any more, or others do."""
-        self._audiences.pop(audience.key, None)
-        for workflow in audience.access:
-            workflow.audiences.pop(audience, None)
+        return self.ranking.rank_of(run)
 
     # ------------------------------------------------------------------ what is known of a workflow
 
@@ -453,13 +275,13 @@ class Scorer:
         """A forecast, or None if there is no predictor, or it has failed."""
         if self.predictor is None or not self._backoff.may_try(now):
             return None
-        start = time.perf_counter()
+        start = time.thread_time()  # of the processor: that others run meanwhile is not the predictor's doing
         try:
             forecast = self.predictor.predict(tuple(workflow.history), hidden_state)
             is_sound = bool(np.isfinite(forecast.probabilities).all())
         except Exception:
             is_sound = False
-        is_sound = is_sound and time.perf_counter() - start <= self._slow_prediction_s
+        is_sound = is_sound and time.thread_time() - start <= self._slow_prediction_s
         self._backoff.note(is_sound, now)
         self.num_predictions += 1
         if not is_sound:
@@ -529,7 +351,7 @@ class Scorer:
         only = frozenset((previous,))
         runs = (run for reader, agent in workflow.readers.items() if agent == previous for run in reader.runs)
         some = itertools.islice(runs, MAX_LOOKED_AT)
-        only_givers = [(run, run.start, run.end) for run in some if self._access_of(run).get(workflow) == only]
+        only_givers = [(run, run.start, run.end) for run in some if self.ranking.access_of(run).get(workflow) == only]
         if only_givers:
             workflow.succession = Succession(previous, role, only_givers)
 
@@ -542,7 +364,7 @@ class Scorer:
         for run, start, end in succession.only_givers:
             num_blocks += end - start
             # A run that it read to the middle has been split there, and is now what it did not read.
-            num_read += (end if role in self._access_of(run).get(workflow, ()) else min(run.start, end)) - start
+            num_read += (end if role in self.ranking.access_of(run).get(workflow, ()) else min(run.start, end)) - start
         self.inheritance.observe(succession.giver, role, num_read / num_blocks)
 
     # ------------------------------------------------------------------ registry
@@ -553,26 +375,9 @@ class Scorer:
             self._forget(next(iter(self._workflows.values())))
         return workflow
 
-    def _register(self, workflow: WorkflowState, reader: Reader, role: str) -> None:
-        if reader not in workflow.readers:
-            workflow.readers[reader] = role
-            self._by_reader[reader] = (workflow, frozenset((role,)))
-            if self._access is not None:
-                self._changed.update(dict.fromkeys(reader.runs))
-
     def _forget(self, workflow: WorkflowState) -> None:
-        """The workflow counts for nothing any more: what others read, too, is ranked without it."""
         del self._workflows[workflow.key]
-        for reader in workflow.readers:
-            self._by_reader.pop(reader, None)
-        readers, workflow.readers = workflow.readers, {}
-        if self._set_rank is not None:
-            self._refresh_one_by_one(readers)
-            return
-        for audience in list(workflow.audiences):
-            self._changed.update(dict.fromkeys(audience.runs))
-            self._drop(audience)
-        self._place_changed()
+        self.ranking.forget(workflow)
 
 
 def _resolve(who: Reading | Reader, agent: str | None) -> tuple[WorkflowKey, str, tuple[Reader, ...]]:
@@ -588,10 +393,6 @@ def _resolve(who: Reading | Reader, agent: str | None) -> tuple[WorkflowKey, str
         segment = who
     lease = segment.agent.lease
     return (lease.session.key, segment.workflow_id), _role(agent or segment.agent.role), readers
-
-
-def _by_start(run: Run) -> int:
-    return run.start
 
 
 def _role(name: str | None) -> str:

@@ -18,6 +18,9 @@ HORIZON_SHARE = 0.2
 SMOOTHING_S = 3600.0
 """The rate of evictions of about so long ago and later counts."""
 
+PRIOR_S = 30.0
+"""At first the rate is the mean since the first eviction, and the horizon it started with counts as so many seconds of it."""
+
 LEAST_CHANGE = 4 / 3
 """The horizon changes when it is off by this factor: worths by different horizons cannot be compared, so that all that waits is
 then ranked anew."""
@@ -44,6 +47,7 @@ class Turnover:
         self._evicted_per_s = self._blocks / horizon_s
         self._num_evicted = 0
         self._measured_at = now
+        self._began_at = now
 
     def observe(self, num_evicted: int, now: float) -> bool:
         """`num_evicted` blocks have been evicted so far, in all. Returns whether `horizon_s` has changed.
@@ -53,8 +57,12 @@ class Turnover:
         elapsed_s = now - self._measured_at
         if elapsed_s <= 0.0:
             return False
+        if not num_evicted:  # a cache that is being filled says nothing
+            self._measured_at = self._began_at = now
+            return False
         rate = (num_evicted - self._num_evicted) / elapsed_s
-        self._evicted_per_s += -math.expm1(-elapsed_s / SMOOTHING_S) * (rate - self._evicted_per_s)
+        known_s = min(SMOOTHING_S, PRIOR_S + now - self._began_at)
+        self._evicted_per_s += -math.expm1(-elapsed_s / known_s) * (rate - self._evicted_per_s)
         self._num_evicted = num_evicted
         self._measured_at = now
         horizon_s = min(LONGEST_S, max(SHORTEST_S, self._blocks / max(self._evicted_per_s, self._blocks / LONGEST_S)))

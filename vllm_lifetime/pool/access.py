@@ -228,6 +228,11 @@ class AccessTable:
         """Tiers, as many as `RankGroup` needs to know of."""
         return len(self._free_lists)
 
+    @property
+    def free_lists(self) -> Sequence[TierFreeList[Any]]:
+        """One per tier."""
+        return self._free_lists
+
     def set_group(self, run: Run, group: RankGroup | None) -> None:
         """Let `run`, which is active, have the rank of `group` in every tier, or `ACTIVE_RANK`. Costs as `set_rank`."""
         if run.group is group:

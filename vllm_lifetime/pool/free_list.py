@@ -9,7 +9,8 @@ Order, first handed out first:
    bucket of its own, so that all its runs move at once; of buckets of equal rank the one that got it first goes first.
 
 Without metadata there are no runs, every block with a hash stands in the bucket `ACTIVE_RANK`, and the order is that of
-vLLM's `FreeKVCacheBlockQueue`, block by block: same calls, same order.
+vLLM's `FreeKVCacheBlockQueue`, block by block: same calls, same order. That bucket as a whole may be given another place among
+the active ones (`set_common_rank`); what stands in it keeps its order.
 
 The list is intrusive, like vLLM's: it links the blocks' own `prev_free_block` and `next_free_block` and allocates nothing
 per block. One thread (the scheduler's) uses it.
@@ -93,8 +94,8 @@ class TierFreeList(Generic[Block]):
             raise ValueError(f"{n} blocks were asked for, {self.num_free_blocks} are free")
         if n == 1 and not self.num_empty_blocks and not self._unhashed_in_order:
             # One block per 16 or so decoded tokens of each request: the commonest call by far.
-            bucket = self._queue[0][2]
-            if bucket is not self._active:
+            _, turn, bucket = self._queue[0]
+            if bucket is not self._active or turn != bucket.turn:
                 bucket = self._lowest_bucket()
             node = ring = bucket.next_free_block
             if node is not bucket:
@@ -279,6 +280,24 @@ class TierFreeList(Generic[Block]):
             else:
                 bucket.turn = 0
 
+    @property
+    def common_rank(self) -> Rank:
+        """The rank of the bucket `ACTIVE_RANK`, of all that has no other: that one, unless it was given another."""
+        return self._active.rank
+
+    def set_common_rank(self, rank: Rank) -> None:
+        """Let what has the rank `ACTIVE_RANK` stand where `rank` is, another active one. O(log buckets)."""
+        bucket = self._active
+        bucket.rank = rank
+        if bucket.is_empty():
+            bucket.turn = 0
+        else:
+            self._enqueue(bucket)
+
+    def rank_of(self, run: Run | None) -> Rank:
+        """Where a run's blocks, or those of no run, stand in this tier."""
+        return self._active.rank if run is None or run.rank == ACTIVE_RANK else run.rank
+
     def last_freed(self, run: Run) -> int:
         """When a block of `run` was last given back here, as a sequence number; 0 is never."""
         node = run.nodes[self.tier]
@@ -365,6 +384,10 @@ class TierFreeList(Generic[Block]):
         for bucket in self._iter_buckets():
             if bucket.rank[0] != 0:
                 yield from self._iter_bucket(bucket)
+
+    def iter_common_blocks(self) -> Iterator[Block]:
+        """Free blocks of the rank `ACTIVE_RANK`, least recently freed first. The list must not change meanwhile."""
+        return self._iter_bucket(self._active)
 
     @property
     def num_cached_blocks(self) -> int:
