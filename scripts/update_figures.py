@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decision_costs import PAPER
+
 __all__ = ["main"]
 
 ROOT = Path(__file__).parents[1]
@@ -273,6 +275,27 @@ def _sweeps(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n\n".join(parts) + f"\n\nMean and deviation by seed; seeds: {seeds}."
 
 
+def _decision_costs(rows: list[dict[str, Any]]) -> str:
+    pools = list(dict.fromkeys(row["blocks"] for row in rows if row["blocks"] is not None))
+    found = {(row["decision"], row["blocks"]): f"{row['mean_us']:.3g} / {row['p99_us']:.3g}" for row in rows}
+
+    def cells(decision: str) -> list[str]:
+        if (decision, None) in found:
+            return [found[decision, None], *[""] * (len(pools) - 1)]
+        return [found.get((decision, pool), "") for pool in pools]
+
+    def paper(decision: str) -> str:
+        unit, mean, p99 = PAPER.get(decision, ("us", None, None))
+        scale = 1000 if unit == "ms" else 1
+        return "-" if mean is None or p99 is None else f"{mean * scale:g} / {p99 * scale:g}"
+
+    decisions = dict.fromkeys(row["decision"] for row in rows)
+    return _table(
+        ("decision", *(f"{pool:,} blocks" for pool in pools), "PBKV"),
+        [[decision, *cells(decision), paper(decision)] for decision in decisions],
+    )
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "demo": _demo,
     "block_pool": _block_pool,
@@ -283,6 +306,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "prediction": _prediction,
     "boundary_load_batched": _boundary_load,
     "replay": _replay,
+    "decision_costs": _decision_costs,
     "sweeps": _sweeps,
 }
 

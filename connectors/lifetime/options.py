@@ -75,7 +75,7 @@ class LifetimeOptions(BaseModel):
     )
 
     eviction_policy: str = Field(
-        default="lifetime",
+        default="lifecycle",
         description="Order of eviction: lru, lifecycle, hierarchical, lifetime, lifetime_ordered, pbkv, kvflow, ttl, time.",
     )
     horizon: Annotated[int, Field(strict=True, ge=1, le=32)] = Field(

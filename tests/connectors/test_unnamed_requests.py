@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests without metadata under the default policy, on vLLM's own scheduler."""
+"""Requests without metadata beside the scorer, on vLLM's own scheduler."""
 
 import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from simulated_engine import SimulatedEngine, prompt, serve, tiers
 
+from vllm_lifetime.hints import DEFAULT_PRIORITY
+from vllm_lifetime.policy import shadow
+
 NUM_BLOCKS = 96
+SCORED = {"eviction_policy": "lifetime"}
 
 
 def order_of(engine: SimulatedEngine) -> list[int]:
@@ -16,9 +21,9 @@ def order_of(engine: SimulatedEngine) -> list[int]:
     return [block.block_id for block in engine.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()]
 
 
-def test_the_default_policy_changes_the_order_without_metadata(make_engine: Callable[..., SimulatedEngine]) -> None:
+def test_the_scorer_changes_the_order_without_metadata(make_engine: Callable[..., SimulatedEngine]) -> None:
     """Block by block as stock vLLM, though the scorer is on."""
-    engines = [make_engine(NUM_BLOCKS, {}), make_engine(NUM_BLOCKS)]
+    engines = [make_engine(NUM_BLOCKS, SCORED), make_engine(NUM_BLOCKS)]
     assert engines[0].connector._scheduler_side.forecasting is not None
     for number in range(16):
         tokens = prompt(number % 5, 100 + 40 * number)
@@ -66,7 +71,7 @@ def mixed_hit_rates(engine: SimulatedEngine) -> dict[str, float]:
 def test_a_server_without_metadata_in_half_of_its_requests_has_fewer_hits(make_engine: Callable[..., SimulatedEngine]) -> None:
     """`lifetime` gives the unnamed half what `lru` gives it, and the named half more."""
     lru = mixed_hit_rates(make_engine(NUM_BLOCKS, {"eviction_policy": "lru"}))
-    lifetime = mixed_hit_rates(make_engine(NUM_BLOCKS, {"eviction_policy": "lifetime"}))
+    lifetime = mixed_hit_rates(make_engine(NUM_BLOCKS, SCORED))
     for kind in lru:
         print(f"hit rate of the {kind} half: lru {lru[kind]:.3f}, lifetime {lifetime[kind]:.3f}")
     assert lifetime["unnamed"] > lru["unnamed"] - 0.02
@@ -77,7 +82,7 @@ def test_a_live_session_keeps_hbm_from_requests_without_metadata(
     make_engine: Callable[..., SimulatedEngine], tmp_path: Path, counters: Callable[[SimulatedEngine], Counter[str]]
 ) -> None:
     """As in LRU, what was used least recently goes down, though it is named: it comes back from the host tier."""
-    engine = make_engine(24, tiers(tmp_path, host=64, flash=0))
+    engine = make_engine(24, SCORED | tiers(tmp_path, host=64, flash=0))
     named = prompt(1, 160)
     serve(engine, "first", named, session_id="s")
     engine.settle()
@@ -90,4 +95,46 @@ def test_a_live_session_keeps_hbm_from_requests_without_metadata(
     engine.settle()
     totals = counters(engine)
     assert totals["loads.done"] == 1 and totals["hit_blocks.host"] == 9
+    engine.check_conservation()
+
+
+def test_short_prompts_without_metadata_are_starved_in_a_large_pool(
+    make_engine: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool is sampled more coarsely the larger it is: 25 prompts of six blocks beside sessions that grow."""
+
+    def hit_rate(policy: str, stride: int) -> float:
+        monkeypatch.setattr(shadow, "MIN_SAMPLE", 512 // stride)
+        engine = make_engine(512, {"eviction_policy": policy})
+        rng = random.Random(5)
+        hits = total = 0
+        sessions: dict[int, list[int]] = {}
+        for number in range(270):
+            if number % 3 == 0:
+                tokens = prompt(rng.randrange(25), 96) + prompt(9000 + number, 8)
+                hits += serve(engine, f"unnamed {number}", tokens, max_tokens=1)
+                total += len(tokens)
+                continue
+            index = rng.randrange(12)
+            tokens = sessions.get(index, prompt(100 + index, 160)) + prompt(20_000 + number, 60)
+            sessions[index] = tokens if len(tokens) < 1100 else prompt(100 + index, 160)
+            serve(engine, f"named {number}", tokens, max_tokens=1, session_id=f"s{index}", metadata={"agent": "coder"})
+        return hits / total
+
+    assert hit_rate("lifetime", 16) > hit_rate("lru", 1) - 0.05
+
+
+def test_what_is_kept_by_wish_with_a_high_priority_goes_before_the_rest(make_engine: Callable[..., SimulatedEngine]) -> None:
+    engine = make_engine(NUM_BLOCKS, SCORED)
+    serve(engine, "unnamed", prompt(9, 160), max_tokens=1)
+    for name, priority in (("high", 100), ("usual", DEFAULT_PRIORITY)):
+        serve(engine, name, prompt(len(name), 320), max_tokens=1, session_id=name)
+        wish = {"session_id": name, "ttl_s": 600.0, "priority": priority}
+        action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0", "payload": wish}
+        engine.connector.lifetime_call("hints", {"message_id": name, "actions": [action]})
+        engine.boundary("session_end", f"end {name}", session_id=name)
+    for number in range(3):
+        serve(engine, f"other {number}", prompt(50 + number, 320), max_tokens=1)
+    high, usual = (serve(engine, f"{name} again", prompt(len(name), 320), max_tokens=1) for name in ("high", "usual"))
+    assert high == 304 > usual
     engine.check_conservation()

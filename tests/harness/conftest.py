@@ -64,15 +64,18 @@ class RealServer:
         """What `/metrics` says now."""
         return parse_metrics(httpx.get(f"{self.url}/metrics", timeout=30.0).text)
 
-    def count_boundaries(self, kind: str, status: str = "accepted") -> int:
-        """Boundaries of a kind that ended so, since the server's start."""
-        return int(metric_sum(self.metrics(), "vllm:lifetime_boundaries_total", kind=kind, status=status))
+    def count_boundaries(self, kind: str, status: str | None = "accepted") -> int:
+        """Boundaries of a kind that ended so, however if None, since the server's start."""
+        ended = {} if status is None else {"status": status}
+        return int(metric_sum(self.metrics(), "vllm:lifetime_boundaries_total", kind=kind, **ended))
 
-    def await_boundaries(self, kind: str, count: int, status: str = "accepted", timeout_s: float = 60.0) -> None:
+    def await_boundaries(self, kind: str, count: int, status: str | None = "accepted", timeout_s: float = 60.0) -> None:
         """Wait until so many have been counted: metrics come with the engine's next step or report."""
         deadline_s = time.monotonic() + timeout_s
         while (seen := self.count_boundaries(kind, status)) < count:
-            assert time.monotonic() < deadline_s, f"{seen} of {count} boundaries {kind} {status} after {timeout_s} s"
+            if time.monotonic() >= deadline_s:
+                latest = httpx.get(f"{self.url}/lifetime/v1/events", timeout=10).json()["events"][-10:]
+                pytest.fail(f"{seen} of {count} boundaries {kind} {status} after {timeout_s} s; the latest: {latest}")
             time.sleep(0.1)
 
     def tiers(self) -> dict[str, Any]:

@@ -34,9 +34,19 @@ def test_a_busy_cache_is_known_within_a_minute_however_long_it_took_to_fill() ->
 
 def test_how_often_it_is_asked_changes_little() -> None:
     rare = Turnover(1000, 300.0)
-    assert rare.observe(60_000, 6000.0)
+    for now in range(50, 6001, 50):
+        rare.observe(10 * now, float(now))
     assert rare.horizon_s == pytest.approx(after(10.0, 6000), rel=LEAST_CHANGE - 1)
     assert not rare.observe(70_000, 6000.0)
+
+
+def test_a_night_without_work_does_not_make_the_horizon_useless_in_the_morning() -> None:
+    turnover = Turnover(1000, 300.0)
+    for now in range(1, 2000):
+        turnover.observe(10 * now, float(now))
+    before_s = turnover.horizon_s
+    turnover.observe(20_000, 2000.0 + 9 * 3600)
+    assert turnover.horizon_s < 2 * before_s
 
 
 def test_small_changes_are_kept_back() -> None:

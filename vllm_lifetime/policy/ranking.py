@@ -44,6 +44,9 @@ __all__ = ["Ranking"]
 LAST_RANK: Rank = (1, math.inf, 0.0)
 """Rank of what is unnamed as long as LRU would keep it."""
 
+LOOK_AT = 8
+"""Among so many times the stride's blocks one of the sample is looked for: it is missed once in 3,000 looks, then all stays."""
+
 Hash = TypeVar("Hash", bound=bytes)
 
 
@@ -97,8 +100,14 @@ class Ranking:
                 self._shadows.append((ShadowLru(num_blocks, self._stride), free_list))
 
     def sample(self, hashes: Sequence[Hash]) -> Sequence[Hash]:
-        """Of the hashes of a prompt's blocks, from its first one on, those that `use` wants. None before somebody is unnamed."""
-        return hashes[self._stride // 2 :: self._stride] if self._shadows else ()
+        """Of the hashes of a prompt's blocks, from its first one on, those that `use` wants. None before somebody is unnamed.
+
+        By content, so that a block is in the sample in whatever prompt and place it is read. O(blocks).
+        """
+        stride = self._stride
+        if not self._shadows:
+            return ()
+        return hashes if stride == 1 else [key for key in hashes if key[0] % stride == 0]
 
     def use(self, keys: Sequence[bytes]) -> None:
         """A request, named or not, reads or gives back the blocks of which `keys` are the sample. O(1) per key."""
@@ -108,10 +117,14 @@ class Ranking:
     def rank_unnamed(self) -> None:
         """Once per step: whether what is unnamed goes first or last, in each tier. O(stride): a few microseconds."""
         for shadow, free_list in self._shadows:
-            # So many, for one of them to be in the sample.
-            first = list(itertools.islice(free_list.iter_common_blocks(), 2 * self._stride))
-            is_due = bool(first) and not any(block.block_hash in shadow for block in first)
-            rank = ACTIVE_RANK if is_due else LAST_RANK
+            rank = LAST_RANK
+            for block in itertools.islice(free_list.iter_common_blocks(), LOOK_AT * self._stride):
+                key = block.block_hash
+                if key is not None and key[0] % self._stride == 0:
+                    # The first that is in the sample speaks for those before it.
+                    rank = LAST_RANK if key in shadow else ACTIVE_RANK
+                    break
+                rank = free_list.common_rank
             if rank is not free_list.common_rank:
                 free_list.set_common_rank(rank)
 

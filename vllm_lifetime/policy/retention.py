@@ -10,6 +10,7 @@ Scheduler process, one thread, no IO.
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable
 
 from vllm_lifetime.hints import DEFAULT_PRIORITY
@@ -68,7 +69,9 @@ class RetentionTable:
     def new(self, workflow_id: str, priority: int = DEFAULT_PRIORITY) -> Retention:
         """A wish that covers nothing yet."""
         score = (priority - DEFAULT_PRIORITY) / 100
-        return Retention(self, workflow_id, (1, score, 0.0) if score else ACTIVE_RANK)
+        # After all the rest, whatever that is worth, or before it.
+        rank = ACTIVE_RANK if not score else (1, math.inf, score) if score > 0 else (1, score, 0.0)
+        return Retention(self, workflow_id, rank)
 
     def forget(self, retention: Retention) -> None:
         """A wish that covers nothing makes room for others."""

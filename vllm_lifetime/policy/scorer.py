@@ -240,9 +240,13 @@ class Scorer:
     def set_horizon(self, horizon_s: float, now: float) -> None:
         """Discount by `horizon_s` from now on (`Turnover`): waiting workflows are due to be ranked anew. O(workflows)."""
         self.horizon_s = horizon_s
-        for workflow in self._workflows.values():
-            if workflow.pause is not None:
-                self._look_again(workflow, now)
+        waiting = [workflow for workflow in self._workflows.values() if workflow.pause is not None]
+        for workflow in waiting:
+            workflow.due_at = now
+        # One heap for all: a push for each would rebuild it many times.
+        others = [entry for entry in self._due if entry[2].due_at == entry[0] and entry[2].readers]
+        self._due = [(now, next(self._order), workflow) for workflow in waiting] + others
+        heapq.heapify(self._due)
 
     # ------------------------------------------------------------------ looking
 

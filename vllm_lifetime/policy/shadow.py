@@ -2,7 +2,7 @@
 """What a plain LRU cache of the same size would hold now: a simulation in miniature, of a sample of the blocks.
 
 It tells whether traffic that says nothing of itself is treated worse than by stock vLLM (`ranking.py`). Kept are hashes, of one
-block in `stride` of each prompt, in order of their last use, at most as many as there is room for (miniature simulation:
+block in `stride`, chosen by its hash, in order of their last use, at most as many as there is room for (miniature simulation:
 Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017).
 
 Scheduler thread, or the simulator's; one per tier. No IO, no locks, deterministic.
@@ -17,7 +17,7 @@ MIN_SAMPLE = 2048
 """Blocks that a sample of a whole tier should have at least; a tier with fewer is simulated exactly."""
 
 MAX_STRIDE = 16
-"""Of a prompt's blocks at least one of so many is in the sample."""
+"""The coarsest sample is one block of so many."""
 
 
 def sample_stride(num_blocks: int) -> int:

@@ -25,6 +25,9 @@ LEAST_CHANGE = 4 / 3
 """The horizon changes when it is off by this factor: worths by different horizons cannot be compared, so that all that waits is
 then ranked anew."""
 
+IDLE_S = 60.0
+"""Of a longer time between two looks only so much counts: an idle engine takes no steps, and that says nothing of later load."""
+
 SHORTEST_S, LONGEST_S = 5.0, 3600.0
 """Bounds of the horizon: a few requests, and `prediction.next_use.NEVER_S`."""
 
@@ -52,7 +55,7 @@ class Turnover:
     def observe(self, num_evicted: int, now: float) -> bool:
         """`num_evicted` blocks have been evicted so far, in all. Returns whether `horizon_s` has changed.
 
-        May be called as often as one likes; calls at one time are one.
+        May be called as often as one likes, at least once in `IDLE_S` while blocks are evicted; calls at one time are one.
         """
         elapsed_s = now - self._measured_at
         if elapsed_s <= 0.0:
@@ -60,6 +63,9 @@ class Turnover:
         if not num_evicted:  # a cache that is being filled says nothing
             self._measured_at = self._began_at = now
             return False
+        if elapsed_s > IDLE_S:
+            self._began_at += elapsed_s - IDLE_S
+            elapsed_s = IDLE_S
         rate = (num_evicted - self._num_evicted) / elapsed_s
         known_s = min(SMOOTHING_S, PRIOR_S + now - self._began_at)
         self._evicted_per_s += -math.expm1(-elapsed_s / known_s) * (rate - self._evicted_per_s)

@@ -41,6 +41,10 @@ NEVER_S = 3600.0
 """What a pause that ends without a return counts in an expected time: an hour, after which hardly any cache has survived. Longer
 waits count as much, too, so that one in a thousand that lasts for days does not outweigh all others."""
 
+REFRESH_SHARE, REFRESH_LEAST_S = 0.05, 0.5
+"""An estimate is made again when the time waited has grown by that share, and not within so many seconds. Every bin or two is too
+coarse: on recorded sessions (docs/replay.md) it costs 1 to 3 % of the gap from LRU to Belady."""
+
 MAX_STATES = 4096
 """States remembered; the one not observed for longest is forgotten, and then is like the less specific one."""
 
@@ -288,9 +292,8 @@ class NextUseModel:
         return best_s
 
     def next_refresh_s(self, waited_s: float) -> float:
-        """The waited time at which an estimate made at `waited_s` should be made again: the second bin's begin after it."""
-        index = min(_bin(max(0.0, waited_s)) + 2, NUM_BINS - 1)
-        return max(BIN_EDGES_S[index], 1.25 * waited_s)
+        """The waited time at which an estimate made at `waited_s` should be made again: `REFRESH_SHARE` later."""
+        return waited_s + max(REFRESH_LEAST_S, REFRESH_SHARE * waited_s)
 
     def _law(self, state: PauseState) -> _Law:
         law = self._laws.get(state)
