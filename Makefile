@@ -47,7 +47,7 @@ figures: venv ## measure everything that the documentation quotes (20 minutes; t
 	$(BIN)/python -m benchmarks.flash_device --cache warm --json build/flash_warm.json
 	$(BIN)/python -m benchmarks.flash_device --cache cold --directory build --working-set-mib 64 --json build/flash_cold.json
 	$(BIN)/python -m benchmarks.no_hints
-	$(BIN)/python -m benchmarks.boundary_load --events-per-post 10 --json build/boundary_load_batched.json
+	$(BIN)/python -m benchmarks.boundary_load --events-per-post 10 --model-layers 8 --model-hidden 768 --json build/boundary_load_batched.json
 	$(BIN)/python -m benchmarks.decision_costs --json build/decision_costs.json
 	$(BIN)/python -m benchmarks.demo
 	$(BIN)/python -m scripts.update_figures

@@ -124,7 +124,7 @@ class Window:
     """CPU seconds of EngineCore and workers per second."""
 
     calls_s: float = 0.0
-    """Seconds per second that the thread which schedules spent on events: what decoding loses at least, on any machine."""
+    """Processor seconds per second that the scheduler thread spent on events: what decoding loses on any machine."""
 
     events: Events | None = None
 

@@ -3,7 +3,7 @@
 
 All servers get the same model, the same number of KV blocks, the same environment and the same
 requests, one after the other. Those with the connector are told when a workflow ends; `lifecycle`
-evicts by that alone, `lifetime` (the default) also by who is called next and when, and prefetches.
+evicts by that alone (the default), `lifetime` also by who is called next and when, and prefetches.
 """
 
 from __future__ import annotations

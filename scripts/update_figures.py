@@ -206,7 +206,7 @@ def _boundary_load(report: dict[str, Any]) -> str:
 
     modes = {"off": "no events", "on": "events to the server", "sink": "the same events to an empty sink"}
     table = _table(
-        ("", "tokens/s", "API server, cores", "engine and worker, cores", "of the scheduler thread's time"),
+        ("", "tokens/s", "API server, cores", "engine and worker, cores", "of it in events"),
         [
             [
                 *(label, f"{median(mode, 'tokens_per_s'):.0f}", f"{median(mode, 'api_cpu'):.2f}"),
@@ -222,7 +222,8 @@ def _boundary_load(report: dict[str, Any]) -> str:
     )
     return (
         f"{table}\n\n{asked['rate']:,.0f} events per second for {asked['seconds']:g} s, {asked['events_per_post']} per POST, "
-        f"{'answered when queued' if asked['respond_async'] else 'answered when acted on'}, {asked['streams']} streams decoding. "
+        f"{'answered when queued' if asked['respond_async'] else 'answered when acted on'}, {asked['streams']} streams decoding "
+        f"with a model of {asked['model_layers']} layers of {asked['model_hidden']}. "
         f"From when a POST was due to its answer: p50 {latency['p50_ms']:.1f} ms, p99 {latency['p99_ms']:.1f} ms, "
         f"longest {latency['max_ms']:.0f} ms; {report['failed']:,} without a 202. Decode throughput by repeat: {ratios}."
     )

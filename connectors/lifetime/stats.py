@@ -92,8 +92,8 @@ CONTROL_CALL_SECONDS = Metric(
     "control_call_seconds",
     Histogram,
     ("call",),
-    "Time that the scheduler thread spent on one call of the control API: boundaries (all events that came together), hints, "
-    "release.",
+    "Processor time that the scheduler thread spent on one call of the control API: boundaries (all events that came together), "
+    "hints, release.",
     STEP_BUCKETS_S,
 )
 HINTS = Metric("hints", PromCounter, ("action", "status"), "Hint actions by type and outcome.")
