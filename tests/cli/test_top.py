@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -164,8 +165,14 @@ class Terminal:
     def close(self) -> int:
         """Press Ctrl-C; returns the exit status."""
         self.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + 60
         try:
-            return self.process.wait(60)
+            # Its last words need somebody who reads them, or a full terminal holds it up.
+            while self.process.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    os.read(self._ours, 65536)
+                time.sleep(0.01)
+            return self.process.wait(1)
         finally:
             self.process.kill()
             os.close(self._ours)
