@@ -27,6 +27,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -231,11 +232,11 @@ def measure(num_blocks: int, arguments: argparse.Namespace) -> list[Row]:
     with QuietGc():
         for _ in range(arguments.repeats):
             role, reader = world.readers[rng.randrange(len(world.readers))]
-            invocations.append(timed(lambda role=role, reader=reader: world.scorer.start_request(reader, world.now, agent=role)))
+            invocations.append(timed(partial(world.scorer.start_request, reader, world.now, agent=role)))
             workflow, _ = world.scorer.ranking._by_reader[reader]
             workflow.weight *= 0.999
             before = world.scorer.num_updates
-            nanoseconds = timed(lambda workflow=workflow: world.scorer.ranking.refresh(workflow))
+            nanoseconds = timed(partial(world.scorer.ranking.refresh, workflow))
             updates.append(nanoseconds / max(1, world.scorer.num_updates - before))
             world.scorer.finish_request(reader, world.now + 0.05, "tool_calls", "read", agent=role)
             world.now += 0.1
@@ -308,7 +309,7 @@ def measure_predictions(name: str, predictor: TransitionPredictor, repeats: int)
     with QuietGc():
         for _ in range(repeats):
             history = tuple(rng.choice(agents) for _ in range(rng.randrange(1, 60)))
-            times.append(timed(lambda history=history: predictor.predict(history)))
+            times.append(timed(partial(predictor.predict, history)))
     return [row(name, None, times)]
 
 
