@@ -163,10 +163,15 @@ class Forecasting:
         if self._scorer is not None:
             self._scorer.ranking.start_unnamed()
 
+    @property
+    def follows_use(self) -> bool:
+        """Whether `on_use` does anything: not before the first request without metadata."""
+        return self._scorer is not None and self._scorer.ranking.follows_use
+
     def on_use(self, block_hashes: Sequence[BlockHash], group_id: int) -> None:
         """A request, named or not, has got, or is about to give back, these blocks of a KV cache group, from its first one on.
 
-        Nothing before the first request without metadata; then O(1) per sampled block.
+        O(1) per block.
         """
         if self._scorer is not None:
             ranking = self._scorer.ranking

@@ -296,6 +296,8 @@ class LifetimeScheduler:
             return
         if starts_unnamed:
             self.forecasting.on_unnamed_start()
+        if not self.forecasting.follows_use:
+            return
         for group_id, block_size in enumerate(self.layout.group_block_sizes_tokens):
             step = max(1, block_size // self._hash_tokens)
             self.forecasting.on_use(request.block_hashes[step - 1 : num_tokens // self._hash_tokens : step], group_id)

@@ -148,8 +148,7 @@ class ControlService:
         Raises as `apply_boundaries` does, but not for what becomes of them later: that stands in `read_events`.
         """
         self._limit.take(len(events))
-        now_s = time.time()
-        self._boundaries.put([(now_s, event) for event in events])
+        self._boundaries.put(_received_now(events))
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until no event waits for a call to the engines, for at most `timeout_s` seconds."""
@@ -157,17 +156,9 @@ class ControlService:
             async with asyncio.timeout(timeout_s):
                 await self._boundaries.drain()
 
-    async def _settle(self) -> None:
-        """Let the events that came before go before, those too that nobody waits for."""
-        try:
-            await self._boundaries.settle()
-        except TimeoutError:
-            raise self._too_late(self._timeout_s) from None
-
     async def _apply(self, events: list[Boundary]) -> list[Outcome]:
-        now_s = time.time()
         try:
-            return await self._boundaries.submit([(now_s, event) for event in events])
+            return await self._boundaries.submit(_received_now(events))
         except TimeoutError:
             raise self._too_late(self._timeout_s) from None
 
@@ -183,8 +174,7 @@ class ControlService:
 
     def note_lost(self, events: list[Boundary], error: ControlError) -> None:
         """Say what became of events that nobody waits for: they could not be queued."""
-        now_s = time.time()
-        self._note_lost([(now_s, event) for event in events], error)
+        self._note_lost(_received_now(events), error)
 
     def _note_lost(self, events: list[tuple[float, Boundary]], error: ControlError) -> None:
         """Say what became of events that were `queued` when the engines could not be told: nobody else is."""
@@ -218,8 +208,7 @@ class ControlService:
 
     async def _send_hints(self, message_id: str, actions: list[KvHintAction]) -> list[HintOutcome]:
         payload = {"message_id": message_id, "actions": [action.model_dump(mode="json") for action in actions]}
-        await self._settle()
-        answers = await self._call_in_turn(self._hinting, "hints", payload, _HintOutcomes)
+        answers = await self._call_after_events("hints", payload, _HintOutcomes)
         by_engine = [answer.outcomes for answer in answers]
         _check_counts(by_engine, len(actions), "hints")
         return [merge_hint_outcomes(list(same)) for same in zip(*by_engine, strict=True)]
@@ -228,8 +217,7 @@ class ControlService:
         """Retire what only this session can read; return what that did. The session goes on."""
         self._limit.take(1)
         payload = {"session_id": session_id, "message_id": uuid.uuid4().hex}
-        await self._settle()
-        answers = await self._call_in_turn(self._hinting, "release", payload, _Released)
+        answers = await self._call_after_events("release", payload, _Released)
         return merge_outcomes([answer.outcome for answer in answers])
 
     # ------------------------------------------------------------------ what looks
@@ -268,6 +256,14 @@ class ControlService:
 
     # ------------------------------------------------------------------ the engines
 
+    async def _call_after_events(self, method: str, payload: dict[str, Any], answer: type[_Answer]) -> list[_Answer]:
+        """Do `_call` when the events that came before have been sent, those too that nobody waits for; one at a time."""
+        try:
+            await self._boundaries.settle()
+        except TimeoutError:
+            raise self._too_late(self._timeout_s) from None
+        return await self._call_in_turn(self._hinting, method, payload, answer)
+
     async def _call_in_turn(
         self, turn: asyncio.Semaphore, method: str, payload: dict[str, Any], answer: type[_Answer]
     ) -> list[_Answer]:
@@ -302,6 +298,12 @@ class ControlService:
     @staticmethod
     def _too_late(timeout_s: float) -> EngineUnavailable:
         return EngineUnavailable(f"An engine did not answer within {timeout_s:g} seconds.")
+
+
+def _received_now(events: list[Boundary]) -> list[tuple[float, Boundary]]:
+    """The events with the time at which they came."""
+    now_s = time.time()
+    return [(now_s, event) for event in events]
 
 
 def _check_counts(by_engine: list[list[Any]], expected: int, method: str) -> None:

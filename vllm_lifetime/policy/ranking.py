@@ -99,13 +99,18 @@ class Ranking:
                 num_blocks += len(free_list.run_of)
                 self._shadows.append((ShadowLru(num_blocks, self._stride), free_list))
 
+    @property
+    def follows_use(self) -> bool:
+        """Whether somebody was unnamed, so that it matters what LRU would hold."""
+        return bool(self._shadows)
+
     def sample(self, hashes: Sequence[Hash]) -> Sequence[Hash]:
         """Of the hashes of a prompt's blocks, from its first one on, those that `use` wants. None before somebody is unnamed.
 
         By content, so that a block is in the sample in whatever prompt and place it is read. O(blocks).
         """
         stride = self._stride
-        if not self._shadows:
+        if not self.follows_use:
             return ()
         return hashes if stride == 1 else [key for key in hashes if key[0] % stride == 0]
 
