@@ -224,7 +224,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         for session in lifecycle.sessions():
             assert session.leases and lifecycle._sessions[session.key] is session
             for workflow, lease in session.leases.items():
-                assert lease in lifecycle._by_workflow[workflow] and lease.session is session and list(lease)
+                assert lease in lifecycle._by_workflow[workflow] and lease.session is session and lease.agents
                 assert all(0 < len(lines) <= MAX_LINES for lines in lease.lines.values())
         assert sum(map(len, lifecycle._by_workflow.values())) == sum(len(s.leases) for s in lifecycle.sessions())
         running = [served.reading for served in self.running if served.reading is not None]

@@ -224,7 +224,11 @@ class Agent:
     @property
     def is_empty(self) -> bool:
         """Whether it runs nothing and none of its segments holds a block."""
-        return self.num_requests == 0 and not self.segments
+        if self.num_requests or not self.base.is_empty:
+            return False
+        if self.turn_segment is not None and not self.turn_segment.is_empty:
+            return False
+        return not self.named or all(segment.is_empty for segment in self.named.values())
 
     def continuation(self, hashes: Sequence[bytes]) -> tuple[Continuation, int]:
         """How a prompt goes on from this agent's context, and in how many leading blocks the two agree. O(log blocks)."""
@@ -313,9 +317,7 @@ class Agent:
             self.is_summarised = True
         return self._segments_of_turn(metadata.segment_class, now, memory)
 
-    def _segments_of_turn(
-        self, segment_class: SegmentClass | None, now: float, memory: TurnMemory
-    ) -> tuple[Segment, Segment]:
+    def _segments_of_turn(self, segment_class: SegmentClass | None, now: float, memory: TurnMemory) -> tuple[Segment, Segment]:
         if segment_class is SegmentClass.REASONING_LADEN:
             laden = self._open_turn_segment(now)
             return laden, laden
@@ -429,9 +431,7 @@ class Agent:
     def _new_base(self, now: float) -> Segment:
         return Segment(self.table, self, self.base.workflow_id, self._base_class(), now)
 
-    def _named_segment(
-        self, segment_id: str, segment_class: SegmentClass | None, now: float, replaced: list[Segment]
-    ) -> Segment:
+    def _named_segment(self, segment_id: str, segment_class: SegmentClass | None, now: float, replaced: list[Segment]) -> Segment:
         segment = self.named.get(segment_id)
         if segment is None or not self._is_open(segment):
             if len(self.named) >= MAX_NAMED_SEGMENTS:

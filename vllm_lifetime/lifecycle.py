@@ -57,6 +57,8 @@ DEFAULT_LEASE_S = 3600.0
 """Seconds of silence after which an agent is taken for lost. In recorded Claude Code sessions 0.25 % of what is read again is
 read after a longer gap."""
 
+_ACCEPTED = OutcomeStatus.ACCEPTED  # a name of this module: an enum's member is a slow attribute
+
 
 class Lifecycle:
     """The registry of live sessions; see the module.
@@ -94,7 +96,16 @@ class Lifecycle:
         self._by_activity: OrderedDict[Agent, None] = OrderedDict()
         self._idle: OrderedDict[Agent, None] = OrderedDict()
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
-        self._messages: OrderedDict[str, Outcome] = OrderedDict()
+        self._messages: OrderedDict[str, OutcomeStatus] = OrderedDict()
+        self._actions: dict[BoundaryKind, Callable[[Boundary, Session | None, float], Outcome]] = {
+            BoundaryKind.SESSION_START: self._start_session,
+            BoundaryKind.TURN_END: self._end_turn,
+            BoundaryKind.SUBAGENT_SPAWN: self._spawn,
+            BoundaryKind.SUBAGENT_RETURN: self._return,
+            BoundaryKind.COMPACTION: self._compact,
+            BoundaryKind.WORKFLOW_END: self._end_workflow,
+            BoundaryKind.SESSION_END: self._end_session,
+        }
         self.num_expired = 0
         """Agents closed because their lease ran out."""
 
@@ -192,10 +203,10 @@ class Lifecycle:
             return Outcome(
                 message_id=event.message_id,
                 status=OutcomeStatus.DUPLICATE,
-                reason=f"already {known.status.value}",
+                reason=f"already {known}",
             )
         outcome = self._act(event, self._clock())
-        self._messages[event.message_id] = outcome
+        self._messages[event.message_id] = outcome.status
         if len(self._messages) > MAX_REMEMBERED_MESSAGES:
             self._messages.popitem(last=False)
         return outcome
@@ -207,24 +218,7 @@ class Lifecycle:
             return _ignored(event, late)
         if session is not None:
             session.last_boundary, session.last_boundary_at, session.last_active = event.kind, now, now
-        match event.kind:
-            case BoundaryKind.SESSION_START:
-                return self._start_session(event, session, now)
-            case BoundaryKind.SESSION_END:
-                return self._end_session(event, session, now)
-            case BoundaryKind.WORKFLOW_END:
-                return self._end_workflow(event, now)
-            case BoundaryKind.SUBAGENT_SPAWN:
-                return self._spawn(event, now)
-        if session is None:
-            return _ignored(event, f"session {event.session_id!r} holds nothing here")
-        match event.kind:
-            case BoundaryKind.TURN_END:
-                return self._end_turn(event, session)
-            case BoundaryKind.SUBAGENT_RETURN:
-                return self._return(event, session)
-            case BoundaryKind.COMPACTION:
-                return self._compact(event, session, now)
+        return self._actions[event.kind](event, session, now)
 
     def _reason_if_late(self, event: Boundary, session: Session | None) -> str | None:
         if session is None:
@@ -250,27 +244,27 @@ class Lifecycle:
             self._new_line(lease, None, None, None, None, now)
             session.last_boundary, session.last_boundary_at = event.kind, now
         session.opened_sent_at_s = event.sent_at_s if event.sent_at_s is not None else session.opened_sent_at_s
-        return Outcome(message_id=event.message_id, status=OutcomeStatus.ACCEPTED)
+        return Outcome(message_id=event.message_id, status=_ACCEPTED)
 
     def _end_session(self, event: Boundary, session: Session | None, now: float) -> Outcome:
         if session is None:
-            return _ignored(event, f"session {event.session_id!r} holds nothing here")
+            return _holds_nothing(event)
         outcome = self._end_agents(event, session.agents)
         self._remember_end(session, event.sent_at_s, now)
         return outcome
 
-    def _end_workflow(self, event: Boundary, now: float) -> Outcome:
+    def _end_workflow(self, event: Boundary, _session: Session | None, now: float) -> Outcome:
         leases = self._by_workflow.get(event.workflow, set())
         if not leases:
             return _ignored(event, f"workflow {event.workflow!r} holds nothing here")
         sessions = {lease.session for lease in leases}
-        outcome = self._end_agents(event, [agent for lease in leases for agent in lease])
+        outcome = self._end_agents(event, [agent for lease in leases for agent in lease.agents])
         for session in sessions:
             if self._sessions.get(session.key) is not session:
                 self._remember_end(session, event.sent_at_s, now)
         return outcome
 
-    def _spawn(self, event: Boundary, now: float) -> Outcome:
+    def _spawn(self, event: Boundary, _session: Session | None, now: float) -> Outcome:
         name = event.agent_id or event.agent
         if name is None:
             return _ignored(event, "subagent_spawn names neither agent_id nor agent")
@@ -283,9 +277,11 @@ class Lifecycle:
         for agent in lines:
             agent.become_subagent(event.parent_agent_id)
         self._mark_lead(lease, event.parent_agent_id)
-        return Outcome(message_id=event.message_id, status=OutcomeStatus.ACCEPTED)
+        return Outcome(message_id=event.message_id, status=_ACCEPTED)
 
-    def _end_turn(self, event: Boundary, session: Session) -> Outcome:
+    def _end_turn(self, event: Boundary, session: Session | None, _now: float) -> Outcome:
+        if session is None:
+            return _holds_nothing(event)
         agents = self._agents_of(event, session)
         timely = [agent for agent in agents if not self._is_late_turn_end(event, agent)]
         if not timely:
@@ -302,7 +298,9 @@ class Lifecycle:
             return False
         return agent.num_turns > 1 or (agent.num_turns == 1 and agent.lease.session.generation > 0)
 
-    def _return(self, event: Boundary, session: Session) -> Outcome:
+    def _return(self, event: Boundary, session: Session | None, _now: float) -> Outcome:
+        if session is None:
+            return _holds_nothing(event)
         name = event.agent_id or event.agent
         if name is None:
             return _ignored(event, "subagent_return names neither agent_id nor agent")
@@ -311,7 +309,9 @@ class Lifecycle:
             return _ignored(event, f"agent {name!r} holds nothing here")
         return self._end_agents(event, agents)
 
-    def _compact(self, event: Boundary, session: Session, now: float) -> Outcome:
+    def _compact(self, event: Boundary, session: Session | None, now: float) -> Outcome:
+        if session is None:
+            return _holds_nothing(event)
         agents = self._agents_of(event, session)
         if not agents:
             return _ignored(event, "no agent of that name is here")
@@ -323,7 +323,7 @@ class Lifecycle:
                 agent.expects_compaction, agent.is_summarised = True, False
             return Outcome(
                 message_id=event.message_id,
-                status=OutcomeStatus.ACCEPTED,
+                status=_ACCEPTED,
                 reason="closes with the next request that does not read the old context to its end",
             )
         return self._closed(event, [segment for agent in agents for segment in agent.compact(now)])
@@ -359,13 +359,11 @@ class Lifecycle:
         return blocks, num_waiting
 
     def _outcome(self, event: Boundary, blocks: int, num_waiting: int) -> Outcome:
-        plural = "s wait" if num_waiting > 1 else " waits"
+        reason = None
+        if num_waiting:
+            reason = f"{num_waiting} segment{'s wait' if num_waiting > 1 else ' waits'} for a running request"
         return Outcome(
-            message_id=event.message_id,
-            status=OutcomeStatus.ACCEPTED,
-            reason=f"{num_waiting} segment{plural} for a running request" if num_waiting else None,
-            blocks=blocks,
-            bytes=blocks * self._block_bytes,
+            message_id=event.message_id, status=_ACCEPTED, reason=reason, blocks=blocks, bytes=blocks * self._block_bytes
         )
 
     # ------------------------------------------------------------------ finding
@@ -395,7 +393,7 @@ class Lifecycle:
         else:
             session = self.find_session(session_id)
             leases = [] if session is None else session.find_leases(workflow_id)
-        return [agent for lease in leases for agent in (lease if name is None else lease.find(name))]
+        return [agent for lease in leases for agent in (lease.agents if name is None else lease.find(name))]
 
     def _agents_of(self, event: Boundary, session: Session) -> list[Agent]:
         chosen = session.find_leases(event.workflow_id)
@@ -528,6 +526,10 @@ def _is_after(sent_at_s: float | None, opened_sent_at_s: float | None) -> bool:
 
 def _ignored(event: Boundary, reason: str) -> Outcome:
     return Outcome(message_id=event.message_id, status=OutcomeStatus.IGNORED, reason=reason)
+
+
+def _holds_nothing(event: Boundary) -> Outcome:
+    return _ignored(event, f"session {event.session_id!r} holds nothing here")
 
 
 def _discard(index: dict[str, set[Lease]], key: str, lease: Lease) -> None:

@@ -4,8 +4,6 @@
 Scheduler process, one thread. `lifecycle.py` and `conversations.py` change them.
 """
 
-from collections.abc import Iterator
-
 from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import BoundaryKind
 
@@ -26,9 +24,7 @@ class Session:
         "session_id",
     )
 
-    def __init__(
-        self, key: tuple[str | None, str | None], generation: int, opened_sent_at_s: float | None, now: float
-    ) -> None:
+    def __init__(self, key: tuple[str | None, str | None], generation: int, opened_sent_at_s: float | None, now: float) -> None:
         self.key = key
         self.session_id = key[0]
         self.generation = generation
@@ -41,11 +37,14 @@ class Session:
     @property
     def agents(self) -> list[Agent]:
         """All agents of all its workflows."""
-        return [agent for lease in self.leases.values() for agent in lease]
+        return [agent for lease in self.leases.values() for agent in lease.agents]
 
     def find_leases(self, workflow_id: str | None) -> list["Lease"]:
         """Its lease of a workflow, if it has one; of None, all of them."""
-        return [lease for lease in self.leases.values() if workflow_id in (None, lease.workflow_id)]
+        if workflow_id is None:
+            return list(self.leases.values())
+        lease = self.leases.get(workflow_id)
+        return [] if lease is None else [lease]
 
 
 class Lease:
@@ -63,15 +62,25 @@ class Lease:
         self.names_agents = False
         """Whether a request has named its agent."""
 
-    def __iter__(self) -> Iterator[Agent]:
-        # An announced sub-agent may stand under its own name and among the nameless ones.
-        return iter(dict.fromkeys(agent for lines in self.lines.values() for agent in lines))
+    # An announced sub-agent may stand under its own name and among the nameless ones: a dictionary names it once.
+
+    @property
+    def agents(self) -> list[Agent]:
+        """All its agents."""
+        return list({agent: None for lines in self.lines.values() for agent in lines})
 
     def find(self, name: str | None) -> list[Agent]:
         """The conversations of the agent called `name`; of None, those of every agent that nobody spawned."""
-        if name is not None:
-            return [agent for agent in self if name in (agent.agent_id, agent.role, agent.name)]
-        return [agent for agent in self if not agent.is_subagent]
+        if name is None:
+            return list({agent: None for lines in self.lines.values() for agent in lines if not agent.is_subagent})
+        return list(
+            {
+                agent: None
+                for lines in self.lines.values()
+                for agent in lines
+                if name == agent.agent_id or name == agent.role or name == agent.name
+            }
+        )
 
 
 class EndedSession:

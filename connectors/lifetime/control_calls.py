@@ -6,7 +6,7 @@ EngineCore process, scheduler thread, between two steps. Arguments and answers a
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -87,25 +87,27 @@ class ControlCalls:
 
     def _apply_boundaries(self, payload: dict[str, Any]) -> Answer:
         # The whole list at once is cheaper than one by one, and no event of a list is acted on if one is not valid.
-        outcomes = [self._apply(event) for event in _EVENTS.validate_python(payload["events"])]
+        outcomes = self._apply(_EVENTS.validate_python(payload["events"]))
         return {"outcomes": _OUTCOMES.dump_python(outcomes, mode="json")}
 
-    def _apply(self, event: Boundary) -> Outcome:
-        outcome = self._scheduler.apply_boundary(event)
-        self._recorder.count(stats.BOUNDARIES, event.kind.value, outcome.status.value)
-        self._scheduler.note_retired(outcome.blocks)
+    def _apply(self, events: list[Boundary]) -> list[Outcome]:
+        """Act on events in their order; what they have done is counted once for all of them."""
+        outcomes = [self._scheduler.apply_boundary(event) for event in events]
+        kinds = Counter((event.kind, outcome.status) for event, outcome in zip(events, outcomes, strict=True))
+        for (kind, status), number in kinds.items():
+            self._recorder.count(stats.BOUNDARIES, kind.value, status.value, by=number)
+        blocks = sum(outcome.blocks for outcome in outcomes)
+        self._scheduler.note_retired(blocks)
         self._scheduler.want_step()
-        if outcome.blocks:
+        if blocks:
             self._classes_are_old = True  # who has freed something looks next
-        return outcome
+        return outcomes
 
     def _release(self, payload: dict[str, Any]) -> Answer:
-        event = Boundary(
-            message_id=payload["message_id"], kind=BoundaryKind.SESSION_END, session_id=payload["session_id"]
-        )
+        event = Boundary(message_id=payload["message_id"], kind=BoundaryKind.SESSION_END, session_id=payload["session_id"])
         agents = self._lifecycle.find_agents(payload["session_id"], None, None)
         self._drop_wishes([segment for agent in agents for segment in agent.segments])
-        return {"outcome": self._apply(event).model_dump(mode="json")}
+        return {"outcome": self._apply([event])[0].model_dump(mode="json")}
 
     def _apply_hints(self, payload: dict[str, Any]) -> Answer:
         outcomes = []
@@ -127,7 +129,7 @@ class ControlCalls:
 
     def _apply_hint(self, action_type: str, target: dict[str, Any], message_id: str) -> Answer:
         if action_type == "lifetime.boundary":
-            outcome = self._apply(Boundary.model_validate({"message_id": message_id, **target}))
+            outcome = self._apply([Boundary.model_validate({"message_id": message_id, **target})])[0]
             # The envelope's words for it.
             status = "missing" if outcome.status is OutcomeStatus.IGNORED else outcome.status.value
             return {"status": status, "reason": outcome.reason, "blocks": outcome.blocks}

@@ -95,9 +95,7 @@ class Forecasting:
 
     """
 
-    def __init__(
-        self, options: LifetimeOptions, lifecycle: Lifecycle, recorder: stats.Recorder, state_path: Path | None
-    ) -> None:
+    def __init__(self, options: LifetimeOptions, lifecycle: Lifecycle, recorder: stats.Recorder, state_path: Path | None) -> None:
         self._policy = options.policy
         self._lifecycle = lifecycle
         self._recorder = recorder
@@ -211,7 +209,7 @@ class Forecasting:
         start = time.perf_counter()
         if event.kind is BoundaryKind.TURN_END:
             for lease in leases:
-                for agent in lease:
+                for agent in lease.agents:
                     if agent.turn_is_over:
                         self._scorer.end_turn(agent.base)
         self.end_leases(leases)

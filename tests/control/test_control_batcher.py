@@ -190,6 +190,68 @@ def test_who_waits_behind_what_nobody_waits_for_has_a_deadline() -> None:
     run(test, timeout_s=0.1)
 
 
+def spaced(test: Callable[[Recorder, Batcher[int, int]], Awaitable[Any]], spacing_s: float) -> Any:
+    """Run `test` with a batcher whose calls return at once, and begin `spacing_s` apart while nobody waits."""
+
+    async def main() -> Any:
+        recorder = Recorder()
+        recorder.gate.set()
+        batcher: Batcher[int, int] = Batcher(recorder, max_batch=10, max_waiting=60, timeout_s=60.0, spacing_s=spacing_s)
+        return await test(recorder, batcher)
+
+    return asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_what_nobody_waits_for_goes_at_once_and_then_in_few_calls() -> None:
+    async def test(recorder: Recorder, batcher: Batcher[int, int]) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        batcher.put([0])
+        await asyncio.sleep(0.01)
+        assert recorder.batches == [[0]]
+        for number in range(1, 6):
+            batcher.put([number])
+            await asyncio.sleep(0.002)
+        assert recorder.batches == [[0]] or loop.time() - began_s > 0.2
+        while len(recorder.batches) < 2:
+            await asyncio.sleep(0.001)
+        assert loop.time() - began_s >= 0.2
+        assert recorder.batches == [[0], [1, 2, 3, 4, 5]]
+
+    spaced(test, spacing_s=0.2)
+
+
+@pytest.mark.parametrize("urgent", ["submit", "settle", "full", "drain"])
+def test_somebody_who_waits_or_a_full_call_ends_the_pause_between_calls(urgent: str) -> None:
+    async def test(recorder: Recorder, batcher: Batcher[int, int]) -> None:
+        batcher.put([0])
+        await batcher.drain()
+        batcher.put([1])
+        await asyncio.sleep(0.01)
+        assert recorder.batches == [[0]]
+        match urgent:
+            case "submit":
+                assert await batcher.submit([2]) == [4]
+            case "settle":
+                await batcher.settle()
+            case "full":
+                batcher.put(list(range(2, 11)))
+                await asyncio.sleep(0.01)
+            case "drain":
+                await batcher.drain()
+        assert [number for batch in recorder.batches for number in batch] == {
+            "submit": [0, 1, 2],
+            "full": list(range(11)),
+        }.get(urgent, [0, 1])
+        # And the next pause is kept again.
+        count = len(recorder.batches)
+        batcher.put([20])
+        await asyncio.sleep(0.01)
+        assert len(recorder.batches) == count
+
+    spaced(test, spacing_s=60.0)
+
+
 def test_of_a_failed_call_the_owner_is_told_what_nobody_waits_for() -> None:
     async def main() -> None:
         recorder = Recorder()

@@ -2,7 +2,8 @@
 """Makes one call of many: while a call is under way, what arrives waits and goes together in the next.
 
 Without it, a thousand requests per second would be a thousand interruptions of the thread that schedules. Order is kept: the
-items of a request stay together, and those of a later request come after them, whether or not anybody waits for results.
+items of a request stay together, and those of a later request come after them, whether or not anybody waits for results. What
+nobody waits for is sent in calls that begin a while apart: a call costs the thread that schedules as much as several events do.
 
 Runs in the API server, on its event loop.
 """
@@ -51,17 +52,22 @@ class Batcher(Generic[Item, Result]):
         max_batch: int,
         max_waiting: int,
         timeout_s: float,
+        spacing_s: float = 0.0,
         on_lost: Callable[[list[Item], ControlError], None] | None = None,
     ) -> None:
         """At most `max_batch` items go in one call; at most `max_waiting` wait for theirs.
 
-        Nobody waits for results longer than `timeout_s`. `on_lost` is told of items that were `put` and could not be sent.
+        Nobody waits for results longer than `timeout_s`. While nobody waits for any, and no call is full, a call begins
+        `spacing_s` after the last one or later. `on_lost` is told of items that were `put` and could not be sent.
         """
         self._send = send
         self._on_lost = on_lost
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
+        self._spacing_s = spacing_s
+        self._began_s = float("-inf")
+        self._is_urgent = asyncio.Event()
         self._waiting: deque[_Waiting[Item, Result]] = deque()
         self._sent: list[_Waiting[Item, Result]] = []
         self._num_waiting = 0
@@ -93,6 +99,7 @@ class Batcher(Generic[Item, Result]):
 
     async def drain(self) -> None:
         """Return when nothing waits or is on its way."""
+        self._is_urgent.set()
         while self._sender is not None and not self._sender.done():
             await asyncio.wait([self._sender])
 
@@ -117,6 +124,8 @@ class Batcher(Generic[Item, Result]):
     def _enqueue(self, waiting: _Waiting[Item, Result]) -> None:
         self._waiting.append(waiting)
         self._num_waiting += len(waiting.items)
+        if waiting.results is not None or self._num_waiting >= self._max_batch:
+            self._is_urgent.set()
         if self._sender is None or self._sender.done():
             # A task of its own, so that it outlives the request that came first.
             self._sender = asyncio.create_task(self._send_waiting(), name="lifetime-boundaries")
@@ -142,11 +151,23 @@ class Batcher(Generic[Item, Result]):
             batch.append(self._waiting.popleft())
             size += len(batch[-1].items)
         self._num_waiting -= size
+        if not self._waiting:
+            self._is_urgent.clear()
         return batch
+
+    async def _keep_apart(self) -> None:
+        """Let more items come together, unless somebody waits for results or a call is full."""
+        wait_s = self._began_s + self._spacing_s - asyncio.get_running_loop().time()
+        if wait_s > 0 and not self._is_urgent.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._is_urgent.wait()
 
     async def _send_waiting(self) -> None:
         try:
             while self._waiting:
+                await self._keep_apart()
+                self._began_s = asyncio.get_running_loop().time()
                 self._sent = self._take()
                 await self._send_batch(self._sent)
         finally:
