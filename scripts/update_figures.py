@@ -306,6 +306,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "no_hints": _no_hints,
     "prediction": _prediction,
     "boundary_load_batched": _boundary_load,
+    "boundary_load_short": _boundary_load,
     "replay": _replay,
     "decision_costs": _decision_costs,
     "sweeps": _sweeps,
