@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_lifetime.cli import control, hooks, predict, record, replay, serve, top, version
+from vllm_lifetime.cli import analyze, control, hooks, predict, record, replay, serve, top, version
 
 app = typer.Typer(
     name="vllm-lifetime",
@@ -25,6 +25,7 @@ hooks.add_to(app)
 predict.add_to(app)
 record.add_to(app)
 replay.add_to(app)
+analyze.add_to(app)
 version.add_to(app)
 
 

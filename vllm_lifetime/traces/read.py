@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vllm_lifetime.traces.claude_code import read_claude_code
+from vllm_lifetime.traces.codex import read_codex
 from vllm_lifetime.traces.jsonl import read_jsonl
 from vllm_lifetime.traces.kv_cache_tester import read_kv_cache_tester
 from vllm_lifetime.traces.mapcoder import read_mapcoder
@@ -19,6 +20,7 @@ TRACE_FORMATS: Mapping[str, Callable[[Path], Trace]] = MappingProxyType(
     {
         "kv-cache-tester": read_kv_cache_tester,
         "claude-code": read_claude_code,
+        "codex": read_codex,
         "mooncake": read_mooncake,
         "mapcoder": read_mapcoder,
         "jsonl": read_jsonl,
