@@ -98,7 +98,7 @@ def test_an_error_says_where_and_what(tmp_path: Path, rows: list[object], says: 
 
 
 def test_an_unknown_format_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="known are kv-cache-tester, claude-code, mooncake, mapcoder, jsonl"):
+    with pytest.raises(TraceError, match="known are kv-cache-tester, claude-code, codex, mooncake, mapcoder, jsonl"):
         read_trace(tmp_path, "csv")
 
 
