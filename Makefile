@@ -41,14 +41,16 @@ lint: venv harness-venvs ## ruff and mypy
 demo: venv ## the demonstration, with its figures
 	$(BIN)/python -m benchmarks.demo
 
-figures: venv ## measure everything that the documentation quotes (20 minutes; the machine should be quiet)
+figures: venv ## measure everything that the documentation quotes (35 minutes; the machine should be quiet)
 	$(BIN)/python -m benchmarks.block_pool --json build/block_pool.json
 	$(BIN)/python -m benchmarks.host_copies --json build/host_copies.json
 	$(BIN)/python -m benchmarks.flash_device --cache warm --json build/flash_warm.json
 	$(BIN)/python -m benchmarks.flash_device --cache cold --directory build --working-set-mib 64 --json build/flash_cold.json
 	$(BIN)/python -m benchmarks.no_hints
-	$(BIN)/python -m benchmarks.boundary_load --events-per-post 10 --model-layers 8 --model-hidden 768 --json build/boundary_load_batched.json
+	$(BIN)/python -m benchmarks.boundary_load --events-per-post 10 --model-layers 8 --model-hidden 768 --repeats 2 --json build/boundary_load_batched.json
+	$(BIN)/python -m benchmarks.boundary_load --events-per-post 10 --model-layers 8 --model-hidden 768 --seconds 8 --repeats 13 --json build/boundary_load_short.json
 	$(BIN)/python -m benchmarks.decision_costs --json build/decision_costs.json
+	$(BIN)/python -m benchmarks.rank_cost --json build/rank_cost.json
 	$(BIN)/python -m benchmarks.demo
 	$(BIN)/python -m scripts.update_figures
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from vllm_lifetime.boundaries import Spawn
 from vllm_lifetime.traces.recorded import RECORDING_FORMAT, RECORDING_VERSION
 
 __all__ = ["TraceRecorder"]
@@ -92,9 +93,11 @@ class TraceRecorder:
         agent: str | None = None,
         agent_id: str | None = None,
         parent_agent_id: str | None = None,
+        spawn: Spawn | None = None,
     ) -> None:
-        """A boundary was applied. `event`: its kind (`turn_end`, `compaction`, ...)."""
-        self._put(("boundary", now_s, event, (session_id, workflow_id, agent, agent_id, parent_agent_id)))
+        """A boundary was applied. `event`: its kind (`turn_end`, ...). Of the texts of `spawn` only lengths are kept."""
+        told = None if spawn is None else _describe(spawn)
+        self._put(("boundary", now_s, event, (session_id, workflow_id, agent, agent_id, parent_agent_id), told))
 
     def close(self) -> None:
         """Write what waits and close the file; waits at most CLOSE_TIMEOUT_S. Later calls of `on_*` do nothing."""
@@ -154,7 +157,9 @@ class TraceRecorder:
                 row["request_id"], hashes, row["input_tokens"], ids = rest
                 row["blocks"] = self._number(hashes)
             else:
-                row["event"], ids = rest
+                row["event"], ids, spawn = rest
+                if spawn is not None:
+                    row["spawn"] = spawn
             names = dict(zip(("session_id", "workflow_id", "agent", "agent_id", "parent_agent_id"), ids, strict=True))
         return row | {name: value for name, value in names.items() if value is not None}
 
@@ -180,3 +185,15 @@ class TraceRecorder:
     def _write_row(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         self.written += 1
+
+
+def _describe(spawn: Spawn) -> dict[str, Any]:
+    """What the lifetime rank reads of a spawn record (docs/lifetime-rank.md), without its texts."""
+    told = {
+        "instruction_chars": None if spawn.instruction is None else len(spawn.instruction),
+        "context_chars": None if spawn.context is None else len(spawn.context),
+        "tools": list(spawn.tools) or None,
+        "model": spawn.model,
+        "position": spawn.position,
+    }
+    return {name: value for name, value in told.items() if value is not None}

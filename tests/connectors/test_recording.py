@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from vllm_lifetime.boundaries import Spawn
 from vllm_lifetime.connectors.lifetime.recording import TraceRecorder
 from vllm_lifetime.traces.read import TraceError, read_trace
+from vllm_lifetime.traces.spawns import read_spawns
 
 
 def hashes(*names: str) -> list[bytes]:
@@ -56,14 +58,28 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
 
 def test_a_restarted_server_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    for _ in range(2):
+    for began_s in (0.0, 2.0):
         recorder = TraceRecorder(path, 16)
-        run(recorder, "1", 0.0, 1.0, hashes("a"), session_id="s")
+        run(recorder, "1", began_s, began_s + 1.0, hashes("a"), session_id="s")
         recorder.close()
         with path.open("a") as file:
             file.write('{"kind":"start","at')
     trace = read_trace(path, "jsonl")
     assert [(s.session_id, s.requests[0].blocks.tolist()) for s in trace.sessions] == [("s", [0]), ("s#2", [1])]
+
+
+def test_of_a_spawn_lengths_and_names_are_kept_and_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    recorder = TraceRecorder(path, 16)
+    run(recorder, "1", 0.0, 1.0, hashes("a"), session_id="s", agent_id="l")
+    spawn = Spawn(instruction="secret", tools=("bash",), position=2)
+    recorder.on_boundary("subagent_spawn", 1.1, session_id="s", agent="w", agent_id="w-1", parent_agent_id="l", spawn=spawn)
+    run(recorder, "2", 1.2, 2.0, hashes("b"), session_id="s", agent="w", agent_id="w-1", parent_agent_id="l")
+    recorder.on_boundary("subagent_return", 3.1, session_id="s", agent="w", agent_id="w-1")
+    recorder.close()
+    assert "secret" not in path.read_text()
+    (sample,) = read_spawns(path, "jsonl")
+    assert (sample.signal.instruction_chars, sample.signal.tools) == (6, ("bash",))
 
 
 def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_lifetime.cli import analyze, control, hooks, predict, record, replay, serve, top, version
+from vllm_lifetime.cli import analyze, control, hooks, predict, rank, record, replay, serve, top, version
 
 app = typer.Typer(
     name="vllm-lifetime",
@@ -23,6 +23,7 @@ control.add_to(app)
 top.add_to(app)
 hooks.add_to(app)
 predict.add_to(app)
+rank.add_to(app)
 record.add_to(app)
 replay.add_to(app)
 analyze.add_to(app)
