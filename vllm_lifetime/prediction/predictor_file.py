@@ -66,7 +66,9 @@ def read_predictor_file(path: str | Path) -> PredictorFile:
     if len(content) > MAX_FILE_BYTES:
         raise PredictorFileError(f"The predictor file {path} is larger than {MAX_FILE_BYTES >> 20} MiB: it is no predictor.")
     if content[:2] != b"PK":
-        raise PredictorFileError(f"{path} is no predictor file: it is no .npz; `vllm-lifetime predict` or `rank train` makes one.")
+        raise PredictorFileError(
+            f"{path} is no predictor file: it is no .npz; `vllm-lifetime predict train` or `rank train` makes one."
+        )
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
