@@ -22,8 +22,16 @@ from vllm.v1.request import Request
 from vllm_lifetime.pool.access import HBM_TIER
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import Run
+from vllm_lifetime.pool.tiered import TieredFreeList
 
-__all__ = ["LifetimeBlockPool", "PoolListener"]
+__all__ = ["BlockPlacer", "LifetimeBlockPool", "PoolListener"]
+
+
+class BlockPlacer(Protocol):
+    """Who chooses the tier of new blocks in a pool that has been split. On the hot path."""
+
+    def take(self, count: int) -> list[KVCacheBlock]:
+        """Take `count` blocks, which are free, out of the free lists."""
 
 
 class PoolListener(Protocol):
@@ -58,8 +66,26 @@ class LifetimeBlockPool(BlockPool):
         self.free_list.remove(self.null_block)
         self.free_block_queue = self.free_list  # type: ignore[assignment]
         self._run_of = self.free_list.run_of
+        self._placer: BlockPlacer | None = None
         self.num_lent = 0
         """Blocks out of the free list that count as free, because they come back whenever they are needed: see `lend`."""
+
+    def split(self, first_flash_id: int, placer: BlockPlacer) -> TieredFreeList[KVCacheBlock]:
+        """Blocks from id `first_flash_id` on lie in flash: keep a free list per tier, from which `placer` takes.
+
+        Raises:
+            ValueError: a block has been taken already, or one of the tiers would have none.
+
+        """
+        if self.free_list.num_free_blocks != len(self.blocks) - 1:
+            raise ValueError(f"{self.free_list.num_free_blocks} of {len(self.blocks) - 1} blocks are free: the pool is in use")
+        tiers = TieredFreeList(self.blocks, first_flash_id)
+        tiers.remove(self.null_block)
+        self.free_list = tiers
+        self.free_block_queue = tiers  # type: ignore[assignment]
+        self._run_of = tiers.run_of
+        self._placer = placer
+        return tiers
 
     def cache_full_blocks(
         self,
@@ -127,15 +153,22 @@ class LifetimeBlockPool(BlockPool):
             self.listener.on_lent_blocks_needed()
         if num_blocks > self.free_list.num_free_blocks:
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
-        blocks = self.free_list.popleft_n(num_blocks)
+        placer = self._placer
+        blocks = self.free_list.popleft_n(num_blocks) if placer is None else placer.take(num_blocks)
         if self.listener is not None:
             self.listener.on_blocks_allocated(blocks)
         if self._reuse_watchers:
             self._notify_reuse(blocks)
-        if not self.enable_caching or self.metrics_collector or self.enable_kv_cache_events or self.cached_block_hashes_by_block:
+        if (
+            not self.enable_caching
+            or self.metrics_collector
+            or self.enable_kv_cache_events
+            or self.cached_block_hashes_by_block
+            or placer is not None
+        ):
             self._hand_out(blocks)
             return blocks
-        # What `_hand_out` comes to when nobody wants to be told: one loop instead of four calls per block.
+        # What `_hand_out` comes to when all are HBM's and nobody wants to be told: one loop instead of four calls per block.
         run_of = self._run_of
         forget = self.cached_block_hash_to_block.pop
         for block in blocks:

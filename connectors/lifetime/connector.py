@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LifetimeConnector`: vLLM's connector interface, shared out between the scheduler side and the worker side."""
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +16,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
+from vllm_lifetime.connectors.lifetime.in_place import InPlacePlan
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.metadata import FlashReport, LifetimeMetadata
-from vllm_lifetime.connectors.lifetime.options import parse_options
+from vllm_lifetime.connectors.lifetime.options import OptionsError, parse_options
 from vllm_lifetime.connectors.lifetime.plugin import ensure_supported, show_log
 from vllm_lifetime.connectors.lifetime.scheduler import LifetimeScheduler
 from vllm_lifetime.connectors.lifetime.stats import LifetimePromMetrics, LifetimeStats
 from vllm_lifetime.connectors.lifetime.worker import LifetimeWorker
-from vllm_lifetime.patches import block_pool_class, hidden_state
+from vllm_lifetime.patches import allocating_request, block_pool_class, hidden_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -68,7 +70,8 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning(
                     "lifetime: host and flash tiers are off: %s. Eviction by lifetime works.", layout.reason_against_offload
                 )
-            self._scheduler = LifetimeScheduler(vllm_config, layout, options)
+            in_place = InPlacePlan.of(vllm_config, kv_cache_config, options) if options.is_in_place else None
+            self._scheduler = LifetimeScheduler(vllm_config, layout, options, in_place)
             block_pool_class.use_for_next_pool(LifetimeBlockPool)
         else:
             self._worker = LifetimeWorker(vllm_config, kv_cache_config, layout, options)
@@ -92,10 +95,22 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None, "called on a worker's connector"
         return self._scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        in_place = self._scheduler_side.in_place
+        if in_place is not None:
+            in_place.bind(kv_cache_manager)
+            allocating_request.tell(kv_cache_manager, in_place)
+
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         block_pool_class.disarm()
         if isinstance(gpu_block_pool, LifetimeBlockPool):
             self._scheduler_side.bind_pool(gpu_block_pool)
+        elif self._scheduler_side.has_in_place_flash:
+            raise OptionsError(
+                f"flash_mode = 'in_place' cannot be used: this engine's block pool is a {type(gpu_block_pool).__name__}, which "
+                "knows no tiers. Use flash_mode = 'staged'."
+            )
         else:
             logger.warning(
                 "lifetime: this engine's block pool is a %s, so nothing is evicted by lifetime or kept below HBM",
@@ -158,6 +173,11 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker_side.register_kv_caches(kv_caches)
 
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """In it the KV tensor is allocated; None: as vLLM does."""
+        in_place = self._worker_side.in_place
+        return None if in_place is None else in_place.allocation_context()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker_side.flash_report()
 
@@ -166,7 +186,13 @@ class LifetimeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Loads have been started in `handle_preemptions`, before the forward pass, so that they overlap with it."""
+        """Loads have been started in `handle_preemptions`, before the forward pass, so that they overlap with it.
+
+        vLLM calls this behind the forward pass, or before it; what it does to flash in place is the same.
+        """
+        in_place = self._worker_side.in_place
+        if in_place is not None:
+            in_place.note_step(forward_context.attn_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole blocks, between steps."""

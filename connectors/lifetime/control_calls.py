@@ -217,6 +217,8 @@ class ControlCalls:
         return {
             "tiers": self._describe_tiers(),
             "classes": self.count_classes(),
+            "wear": self._scheduler.wear.describe() or None,
+            "flash_writes": self._describe_flash_writes(),
             "counters": {
                 "prompt_tokens": total(stats.PROMPT_TOKENS),
                 "requests": total(stats.REQUESTS),
@@ -226,6 +228,20 @@ class ControlCalls:
                     for reason in ("retired", "demoted", "lost")
                 },
             },
+        }
+
+    def _describe_flash_writes(self) -> Answer | None:
+        """What may be written to flash; None without a flash tier."""
+        scheduler = self._scheduler
+        if not scheduler.flash.slots:
+            return None
+        writes = scheduler.flash_writes
+        return {
+            "placement": writes.placement,
+            "bytes_per_day": writes.budget_bytes,
+            "available_bytes": writes.available_bytes(time.monotonic()),
+            "is_throttled": writes.is_throttled,
+            "refused_blocks": self._recorder.totals_by_two(stats.FLASH_WRITES_REFUSED),
         }
 
     def _describe_tiers(self) -> Answer:
@@ -250,6 +266,11 @@ class ControlCalls:
             answer[tier.name]["readable_blocks"] = len(tier)
             for metric in (stats.BYTES_READ, stats.BYTES_WRITTEN):
                 answer[tier.name][metric.name] = self._recorder.total(metric, tier.name)
+        if scheduler.in_place is not None:
+            for name, count in scheduler.in_place.held().items():
+                answer[name]["held_blocks"] = count
+            if scheduler.options.flash_emulation.is_on:
+                answer["flash"]["emulated_delay_us"] = self._recorder.total(stats.EMULATED_DELAY)
         answer["flash"]["oldest_io_s"] = round(scheduler.oldest_io_s, 3)
         return answer
 

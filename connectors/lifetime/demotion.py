@@ -7,11 +7,12 @@ EngineCore process, scheduler thread. Nothing here waits: orders go to the worke
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
+from vllm_lifetime.connectors.lifetime.flash_writes import FlashWrites
 from vllm_lifetime.connectors.lifetime.jobs import TransferJobs
 from vllm_lifetime.connectors.lifetime.metadata import LifetimeMetadata
 from vllm_lifetime.policy.backoff import Backoff
 from vllm_lifetime.policy.demotion import next_to_demote
-from vllm_lifetime.pool.runs import Rank
+from vllm_lifetime.pool.runs import Rank, Run
 from vllm_lifetime.pool.tiers import Slot, SlotTier
 
 __all__ = ["Demotion"]
@@ -27,6 +28,7 @@ class Demotion:
     """Decides on copies down.
 
     Args:
+        writes: what may be written to flash, and how much.
         ahead: how many blocks from the next eviction the copying begins.
         batch_blocks: most blocks copied down at a time.
         staging_blocks: most blocks on their way between HBM and flash at a time.
@@ -39,6 +41,7 @@ class Demotion:
         host: SlotTier,
         flash: SlotTier,
         jobs: TransferJobs,
+        writes: FlashWrites,
         *,
         ahead: int,
         batch_blocks: int,
@@ -48,6 +51,7 @@ class Demotion:
         self._host = host
         self._flash = flash
         self._jobs = jobs
+        self._writes = writes
         self._ahead = ahead
         self._batch_blocks = batch_blocks
         self._staging_blocks = staging_blocks
@@ -55,6 +59,8 @@ class Demotion:
         self._num_handed_out = 0
         self._copied: dict[bytes, int] = {}
         """Content copied down from HBM of late -> `_num_handed_out` at that time, oldest first."""
+        self._refused: dict[bytes, int] = {}
+        """Content not admitted to flash, likewise: so that a block counts once, not at every look."""
         self._flash_backoff = Backoff()
 
     def note_moved(self, num_blocks: int) -> None:
@@ -72,6 +78,7 @@ class Demotion:
 
     def give_orders(self, meta: LifetimeMetadata, now: float) -> None:
         """Add this step's copies down to the workers' orders."""
+        self._writes.begin(now)
         # Loads go first, somebody waits for them: meanwhile only little is copied down at a time.
         limit = self._batch_blocks if not self._jobs.num_loads else max(1, self._batch_blocks // LOAD_SHARE)
         self._demote_hbm(meta, limit, now)
@@ -81,7 +88,20 @@ class Demotion:
         """Whether enough blocks have moved since the last look to make another worth its while, and the tier takes blocks."""
         if self._num_moved < max(1, self._ahead // 8):
             return False
-        return bool(self._host.slots) or (bool(self._flash.slots) and self._flash_backoff.may_try(now))
+        return bool(self._host.slots) or (bool(self._flash.slots) and self._may_write_flash(now))
+
+    def _may_write_flash(self, now: float) -> bool:
+        """Whether flash takes a block: its latest write went well, or long enough has passed, and the budget is not used up."""
+        return self._flash_backoff.may_try(now) and self._writes.available_blocks(now) != 0
+
+    @property
+    def _is_flash_out(self) -> bool:
+        """Whether blocks go down as if there were no flash: it fails, or the budget is used up."""
+        return self._flash_backoff.is_failing or self._writes.is_throttled
+
+    def _within_budget(self, limit: int, now: float) -> int:
+        available = self._writes.available_blocks(now)
+        return limit if available is None else min(limit, available)
 
     def _demote_hbm(self, meta: LifetimeMetadata, limit: int, now: float) -> None:
         """Start the next copy down, if any block is near enough to its eviction."""
@@ -91,21 +111,29 @@ class Demotion:
         if target is self._flash:
             if self._jobs.loading_bytes["flash"]:
                 return  # the staging slots are the load's
-            limit = min(limit, self._staging_blocks)
-        if target is self._host and self._flash.slots and not self._flash_backoff.is_failing:
+            limit = self._within_budget(min(limit, self._staging_blocks), now)
+        if target is self._host and self._flash.slots and not self._is_flash_out:
             # Nothing live leaves the host tier for this: it goes to flash first, see `_demote_host`.
             limit = min(limit, self._host.num_reclaimable)
-        self._forget_old_copies()
+        self._forget_old(self._copied)
+        self._forget_old(self._refused)
         floor = self._lowest_rank(self._flash) if target is self._flash else None
         run_of, rank_of = self._pool.free_list.run_of, self._flash.free_list.rank_of
 
         def needs_copy(block: KVCacheBlock) -> bool:
-            return self._needs_copy(block) and (floor is None or rank_of(run_of[block.block_id]) >= floor)
+            if not self._needs_copy(block):
+                return False
+            if target is self._host:
+                return True
+            run = run_of[block.block_id]
+            return self._admits(block.block_hash, run) and (floor is None or rank_of(run) >= floor)
 
         blocks = next_to_demote(self._pool.free_list, self._reach, limit, needs_copy)
         job = self._jobs.start_store(target, blocks, self._pool.free_list, now)
         if job is not None:
             self._copied.update(dict.fromkeys(job.keys, self._num_handed_out))
+            if target is self._flash:
+                self._writes.spend(len(job.keys))
             meta.stores.append(job.store_order())
         # If all that was near is under way, or there is no room for it, look again when something has moved.
         if job is None or len(blocks) < limit:
@@ -117,7 +145,7 @@ class Demotion:
 
         The copies of the blocks ahead must all fit below, or each would push out another's in turn, for ever.
         """
-        is_flash_out = self._flash_backoff.is_failing and bool(self._host.slots)
+        is_flash_out = self._is_flash_out and bool(self._host.slots)
         room = len(self._host.slots) + (0 if is_flash_out else len(self._flash.slots))
         return min(self._ahead, room // 2)
 
@@ -128,14 +156,23 @@ class Demotion:
         # What is worth least in HBM is worth least below, too: its copy may have been the first to go there. Once is enough.
         return key not in self._copied
 
-    def _forget_old_copies(self) -> None:
-        """What was copied before as many blocks were handed out as are copied ahead may be copied again."""
+    def _admits(self, key: bytes | None, run: Run | None) -> bool:
+        """Whether an HBM block may be written to flash; the first refusal counts."""
+        if self._writes.admits(run):
+            return True
+        if key is not None and key not in self._refused:
+            self._refused[key] = self._num_handed_out
+            self._writes.count_refused([run], "placement")
+        return False
+
+    def _forget_old(self, content: dict[bytes, int]) -> None:
+        """What was noted before as many blocks were handed out as are copied ahead may be copied, or counted, again."""
         limit = self._num_handed_out - self._ahead
-        while self._copied:
-            key = next(iter(self._copied))
-            if self._copied[key] > limit:
+        while content:
+            key = next(iter(content))
+            if content[key] > limit:
                 break
-            del self._copied[key]
+            del content[key]
 
     @staticmethod
     def _lowest_rank(tier: SlotTier) -> Rank | None:
@@ -149,7 +186,7 @@ class Demotion:
         """Move the coldest host blocks to flash, so that the host tier has room for what HBM gives up next."""
         if not self._host.slots or not self._flash.slots or self._jobs.num_demotions or self._jobs.loading_bytes["flash"]:
             return
-        if not self._flash_backoff.may_try(now):
+        if not self._may_write_flash(now):
             return
         reserve = max(1, len(self._host.slots) // HOST_RESERVE)
         wanted = min(reserve - self._host.num_reclaimable, limit)
@@ -157,14 +194,21 @@ class Demotion:
             return
         floor = self._lowest_rank(self._flash)
         slots = next_to_demote(self._host.free_list, len(self._host.slots), wanted, self._needs_flash_copy)
+        slots = self._give_up(slots, [slot for slot in slots if not self._writes.admits(self._host.run_of(slot))], "placement")
         if floor is not None:
             # All that flash holds is worth more: a write would only wear it.
             rank_of = self._flash.free_list.rank_of
-            self._host.forget([slot for slot in slots if rank_of(self._host.run_of(slot)) < floor])
-            slots = [slot for slot in slots if slot.block_hash is not None]
-        job = self._jobs.start_demotion(slots, now)
+            slots = self._give_up(slots, [slot for slot in slots if rank_of(self._host.run_of(slot)) < floor], "rank")
+        job = self._jobs.start_demotion(slots[: self._within_budget(limit, now)], now)
         if job is not None:
+            self._writes.spend(len(job.keys))
             meta.demotions.append(job.demotion_order())
+
+    def _give_up(self, slots: list[Slot], refused: list[Slot], reason: str) -> list[Slot]:
+        """Drop the coldest host slots that may not go to flash, as if there were no flash. Returns the others."""
+        self._writes.count_refused([self._host.run_of(slot) for slot in refused], reason)
+        self._host.forget(refused)
+        return [slot for slot in slots if slot.block_hash is not None] if refused else slots
 
     def _needs_flash_copy(self, slot: Slot) -> bool:
         return slot.block_hash is not None and slot.block_hash not in self._flash

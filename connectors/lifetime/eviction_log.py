@@ -23,12 +23,17 @@ class EvictionLog:
         self._recorder = recorder
         self._evicted_at: dict[bytes, float] = {}
         self.num_evicted = 0
-        """Blocks of HBM, since the start."""
+        """Blocks of the engine's pool, since the start."""
 
     def note_handed_out(
-        self, blocks: Sequence[KVCacheBlock], free_list: TierFreeList[KVCacheBlock], host: SlotTier, flash: SlotTier
+        self,
+        blocks: Sequence[KVCacheBlock],
+        free_list: TierFreeList[KVCacheBlock],
+        host: SlotTier,
+        flash: SlotTier,
+        tier: str = "hbm",
     ) -> None:
-        """HBM blocks are handed out; those with a hash are evicted. O(1) per block."""
+        """The pool's blocks, which lie in `tier`, are handed out; those with a hash are evicted. O(1) per block."""
         now = 0.0
         retired = demoted = lost = 0
         run_of = free_list.run_of
@@ -50,9 +55,9 @@ class EvictionLog:
             self.num_evicted += retired + demoted + lost
             while len(evicted_at) > MAX_EVICTED_REMEMBERED:
                 del evicted_at[next(iter(evicted_at))]
-            self._recorder.count(stats.EVICTIONS, "hbm", "retired", by=retired)
-            self._recorder.count(stats.EVICTIONS, "hbm", "demoted", by=demoted)
-            self._recorder.count(stats.EVICTIONS, "hbm", "lost", by=lost)
+            self._recorder.count(stats.EVICTIONS, tier, "retired", by=retired)
+            self._recorder.count(stats.EVICTIONS, tier, "demoted", by=demoted)
+            self._recorder.count(stats.EVICTIONS, tier, "lost", by=lost)
 
     def note_slot(self, slot: Slot, tier: SlotTier, flash: SlotTier) -> None:
         """A slot's content is given up for space."""

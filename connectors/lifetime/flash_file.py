@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import _NON_CRYPTO_HASH_FUNCTIONS, resolve_none
 
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError
-from vllm_lifetime.flash import FlashDevice, FlashGeometry
+from vllm_lifetime.flash import FlashDevice, FlashGeometry, WearOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +34,7 @@ def flash_file_path(path: Path, vllm_config: "VllmConfig") -> Path:
 def open_flash(
     vllm_config: "VllmConfig", kv_caches: dict[str, torch.Tensor], layout: KVLayout, options: LifetimeOptions
 ) -> FlashDevice:
-    """Open or create the flash file of this worker.
+    """Open or create the flash file of this worker, and its wear ledger beside it.
 
     Raises:
         FlashError: the file cannot be used; the text says what to change.
@@ -76,4 +76,5 @@ def open_flash(
         geometry,
         size_bytes=options.flash_bytes // parallel.world_size,
         persist=options.flash_persist,
+        wear=WearOptions(erase_block_bytes=options.flash_erase_block_bytes, endurance_cycles=options.flash_endurance_cycles),
     )

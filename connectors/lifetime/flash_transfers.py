@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from vllm_lifetime.connectors.lifetime.copy_engine import CopyQueue
 from vllm_lifetime.flash import FlashDevice
+from vllm_lifetime.flash.wear_counts import WriteReason
 
 __all__ = ["Finished", "FlashLoad", "FlashTransfers"]
 
@@ -117,8 +118,17 @@ class FlashTransfers:
         if load.copy is not None:
             self._copies.wait({load.copy})
 
-    def store(self, block_ids: Sequence[int], slots: Sequence[int], keys: Sequence[bytes], finished: Finished) -> int | None:
-        """Write HBM blocks to flash slots. Returns the number of the first copy if it could start at once, else None.
+    def store(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        classes: Sequence[str],
+        finished: Finished,
+    ) -> int | None:
+        """Write HBM blocks, of these segment classes, to flash slots.
+
+        Returns the number of the first copy if it could start at once, else None.
 
         What does not fit into the staging slots at once is not written: its positions are reported as failed. A demotion is
         worth no wait.
@@ -142,13 +152,20 @@ class FlashTransfers:
                 self._free_staging.extend(staging)
                 finished(set(range(len(slots))), False, 0.0)
                 return
-            self._write(staging, slots[:count], keys[:count], staging, written)
+            self._write(staging, slots[:count], keys[:count], classes[:count], staging, written)
 
         return self._copies.store(block_ids[:count], staging, copied)
 
-    def demote(self, host_slots: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes], finished: Finished) -> None:
-        """Write host slots to flash slots."""
-        self._write(host_slots, flash_slots, keys, [], finished)
+    def demote(
+        self,
+        host_slots: Sequence[int],
+        flash_slots: Sequence[int],
+        keys: Sequence[bytes],
+        classes: Sequence[str],
+        finished: Finished,
+    ) -> None:
+        """Write host slots, of these segment classes, to flash slots."""
+        self._write(host_slots, flash_slots, keys, classes, [], finished)
 
     def clear(self) -> None:
         """Forget every block on the device, on an IO thread; until that is done nothing is written.
@@ -252,16 +269,22 @@ class FlashTransfers:
         sources: Sequence[int],
         flash_slots: Sequence[int],
         keys: Sequence[bytes],
+        classes: Sequence[str],
         staging: list[int],
         finished: Finished,
     ) -> None:
+        """Write host slots to flash slots; `staging`: those of them that are staging slots, all or none."""
         self._forgetting = [future for future in self._forgetting if not future.done()]
         if self._forgetting:
             self._free_staging.extend(staging)
             finished(set(range(len(sources))), False, 0.0)
             return
         shares = self._shares(0, len(sources))
-        writes = [self._threads.submit(self._write_some, sources[i:j], flash_slots[i:j], keys[i:j]) for i, j in shares]
+        reason = WriteReason.DEMOTION if staging else WriteReason.MOVE
+        writes = [
+            self._threads.submit(self._write_some, sources[i:j], flash_slots[i:j], keys[i:j], classes[i:j], reason)
+            for i, j in shares
+        ]
         self._writing.append((writes, [j - i for i, j in shares], flash_slots, staging, finished))
 
     def _written(
@@ -318,10 +341,18 @@ class FlashTransfers:
         chunk.ended = time.monotonic()
         return hits + [False] * (end - start - len(hits))
 
-    def _write_some(self, sources: Sequence[int], flash_slots: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+    def _write_some(
+        self,
+        sources: Sequence[int],
+        flash_slots: Sequence[int],
+        keys: Sequence[bytes],
+        classes: Sequence[str],
+        reason: WriteReason,
+    ) -> list[bool]:
         pages = self._copies.host_pages
         return [
-            self._device.write(slot, key, pages(source)) for source, slot, key in zip(sources, flash_slots, keys, strict=True)
+            self._device.write(slot, key, pages(source), segment_class, reason)
+            for source, slot, key, segment_class in zip(sources, flash_slots, keys, classes, strict=True)
         ]
 
     def shutdown(self) -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from vllm_lifetime.boundaries import SegmentClass
 from vllm_lifetime.connectors.lifetime.metadata import Demotion, JobResult, Load, Store
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import Run
 from vllm_lifetime.pool.tiers import Slot, SlotTier
+from vllm_lifetime.segments import class_of_run
 
 __all__ = ["FLASH", "HOST", "LoadJob", "StoreJob", "TransferJobs"]
 
@@ -37,13 +39,17 @@ class StoreJob:
     """Sources in HBM."""
     sources: list[Slot] = field(default_factory=list)
     """Sources in host memory, held."""
+    classes: list[str] = field(default_factory=list)
+    """Of each block, if the target is flash: its segment's."""
     is_cancelled: bool = False
     result: JobResult = field(default_factory=lambda: JobResult(num_reports=0))
 
     def store_order(self) -> Store:
         """The order for the workers, from HBM."""
-        keys = self.keys if self.target.tier == FLASH else None
-        return Store(self.job_id, self.block_ids, [slot.block_id for slot in self.slots], keys)
+        slots = [slot.block_id for slot in self.slots]
+        if self.target.tier != FLASH:
+            return Store(self.job_id, self.block_ids, slots)
+        return Store(self.job_id, self.block_ids, slots, self.keys, self.classes)
 
     def demotion_order(self) -> Demotion:
         """The order for the workers, from host to flash."""
@@ -52,6 +58,7 @@ class StoreJob:
             [slot.block_id for slot in self.sources],
             [slot.block_id for slot in self.slots],
             self.keys,
+            self.classes,
         )
 
 
@@ -175,6 +182,8 @@ class TransferJobs:
             job.num_tokens.append(block.block_hash_num_tokens or 0)
             job.block_ids.append(block.block_id)
             self.storing_blocks[block.block_id] = job.job_id
+        if target.tier == FLASH:
+            job.classes = _classes_of([hbm.run_of[block_id] for block_id in job.block_ids])
         self._started(job, now)
         return job
 
@@ -190,6 +199,7 @@ class TransferJobs:
             job.keys.append(source.block_hash)
             job.num_tokens.append(source.block_hash_num_tokens or 0)
             job.sources.append(source)
+        job.classes = _classes_of([self._host.run_of(source) for source in job.sources])
         self._host.hold(job.sources)
         self._started(job, now)
         return job
@@ -265,3 +275,9 @@ class TransferJobs:
             if isinstance(job, StoreJob):
                 job.is_cancelled = True
         self.storing_keys.clear()
+
+
+def _classes_of(runs: Sequence[Run | None]) -> list[str]:
+    """The segment class of each run; O(readers) once for each different one."""
+    known = {run: SegmentClass.UNKNOWN.value if run is None else class_of_run(run).value for run in set(runs)}
+    return [known[run] for run in runs]

@@ -14,9 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_lifetime.flash.wear_figures import WearSnapshot
+
 __all__ = [
     "BYTES_READ",
     "BYTES_WRITTEN",
+    "DELAY_US",
     "Demotion",
     "FlashReport",
     "JobResult",
@@ -28,6 +31,8 @@ __all__ = [
 
 BYTES_READ = "bytes_read"
 BYTES_WRITTEN = "bytes_written"
+DELAY_US = "delay_us"
+"""Microseconds by which steps were delayed so that flash in place takes as long as the emulated device."""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,8 @@ class Store:
     slots: list[int]
     keys: list[bytes] | None = None
     """Block hashes, if the slots are in flash."""
+    classes: list[str] | None = None
+    """The blocks' segment classes, likewise; for the wear ledger."""
 
 
 @dataclass(slots=True)
@@ -49,6 +56,8 @@ class Demotion:
     host_slots: list[int]
     flash_slots: list[int]
     keys: list[bytes]
+    classes: list[str]
+    """The blocks' segment classes, for the wear ledger."""
 
 
 @dataclass(slots=True)
@@ -114,6 +123,8 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
     """When the oldest transfer still out began, given up or not: a `time.monotonic` time, one clock for all processes."""
     hidden_states: dict[str, np.ndarray] = field(default_factory=dict)
     """Request -> hidden state of its prompt's last token, float32 `[hidden size]`; from the one rank that sends them."""
+    wear: list[WearSnapshot] = field(default_factory=list)
+    """The wear ledger of each rank's flash file, if it has changed since it was last sent."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LifetimeWorkerMetadata":
         """Merge two workers' reports of one step."""
@@ -130,6 +141,7 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
         starts = [start for start in (self.oldest_start, other.oldest_start) if start is not None]
         self.oldest_start = min(starts, default=None)
         self.hidden_states.update(other.hidden_states)
+        self.wear.extend(other.wear)
         return self
 
 
@@ -140,3 +152,5 @@ class FlashReport(KVConnectorHandshakeMetadata):
     num_slots: int
     recovered: list[tuple[int, bytes]]
     """(slot, block hash) of the blocks that survived a restart."""
+    wear: WearSnapshot | None = None
+    """Its wear ledger."""

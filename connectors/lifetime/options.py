@@ -15,18 +15,31 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_lifetime.conversations import MIN_NEW_TOKENS
+from vllm_lifetime.flash.emulation import FlashTiming
+from vllm_lifetime.flash.endurance import DEFAULT_ENDURANCE_CYCLES
+from vllm_lifetime.flash.erase_blocks import DEFAULT_ERASE_BLOCK_BYTES
 from vllm_lifetime.flash.layout import MAGIC
 from vllm_lifetime.lifecycle import DEFAULT_LEASE_S
 from vllm_lifetime.policy.eviction import EvictionPolicy, parse_policy
+from vllm_lifetime.policy.placement.hbm_first import HbmFirst
+from vllm_lifetime.policy.placement.registry import PLACEMENTS, parse_placement
 from vllm_lifetime.policy.scoring import DEFAULT_GAMMA
 from vllm_lifetime.prediction.forecast import DEFAULT_HORIZON
 from vllm_lifetime.prediction.predictor_file import PredictorFileError, read_predictor_file
 
-__all__ = ["LifetimeOptions", "OptionsError", "parse_options"]
+__all__ = ["LifetimeOptions", "OptionsError", "parse_options", "refuse_other_platforms"]
 
 MIB = 1 << 20
 
 Bytes = Annotated[int, Field(strict=True, ge=0)]
+
+
+_LIVE_PLACEMENTS = tuple(
+    name
+    for name, policy in PLACEMENTS.items()
+    if not (policy.is_offline or policy.migrates or policy.uses_reads or policy.uses_requests)
+)
+"""Those that need nothing of the engine but what it takes and gives back."""
 
 
 class OptionsError(ValueError):
@@ -54,6 +67,35 @@ class LifetimeOptions(BaseModel):
     flash_staging_bytes: Bytes = Field(
         default=64 * MIB,
         description="Host memory through which flash blocks travel, in bytes; used only with a flash tier.",
+    )
+    flash_mode: Literal["staged", "in_place"] = Field(
+        default="staged",
+        description="staged: flash lies behind HBM, and blocks are copied up before they are used. in_place: the last KV blocks "
+        "of the engine lie in flash, where attention reads and writes them (CPU backend only).",
+    )
+    placement: str = Field(
+        default="",
+        description="Which tier blocks belong in: hbm_first, lachesis_no_predictive, lachesis. In place: where new blocks are "
+        "taken. Staged: which are never copied to flash. Default: lachesis in place, hbm_first (all may be copied) staged.",
+    )
+    placement_unknown: Literal["hbm", "flash"] = Field(
+        default="hbm", description="Where placement by class puts blocks of no known class; hbm: never copied to flash."
+    )
+    flash_write_bytes_per_day: Annotated[int, Field(strict=True, gt=0)] | None = Field(
+        default=None,
+        description="Most KV bytes copied to flash in any 24 hours, over all ranks; what exceeds it is not kept. None: no limit.",
+    )
+    flash_endurance_cycles: Annotated[int, Field(strict=True, ge=1, le=1 << 40)] = Field(
+        default=DEFAULT_ENDURANCE_CYCLES,
+        description="Program/erase cycles that a flash cell is taken to tolerate, for device-years.",
+    )
+    flash_erase_block_bytes: Annotated[int, Field(strict=True, ge=MIB, le=1 << 30, multiple_of=4096)] = Field(
+        default=DEFAULT_ERASE_BLOCK_BYTES, description="Bytes that flash is taken to erase at once, for cycles per erase block."
+    )
+    flash_emulation: FlashTiming = Field(
+        default=FlashTiming(),
+        description="With flash_mode in_place, the speed that flash is to have: read_bytes_per_s, write_bytes_per_s, "
+        "read_latency_s, page_bytes. Nothing is emulated unless one of the first three is set.",
     )
     load_policy: Literal["measured", "always"] = Field(
         default="measured",
@@ -131,6 +173,43 @@ class LifetimeOptions(BaseModel):
             raise ValueError("flash_path is set but flash_bytes is not: say how many bytes the file may take")
         return self
 
+    @model_validator(mode="after")
+    def _mode_fits(self) -> "LifetimeOptions":
+        if not self.is_in_place:
+            if self.flash_emulation.is_on:
+                raise ValueError("flash_emulation works with flash_mode = 'in_place' only: set that, or leave it out")
+            return self
+        if self.flash_path is None:
+            raise ValueError("flash_mode is 'in_place' but flash_path is not set: name the file and its size, flash_bytes")
+        if self.host_bytes:
+            raise ValueError("flash_mode = 'in_place' has no host tier: set host_bytes to 0")
+        if self.flash_persist:
+            raise ValueError("flash_mode = 'in_place' keeps nothing across restarts: set flash_persist to false")
+        if self.flash_write_bytes_per_day is not None:
+            raise ValueError("flash_write_bytes_per_day works with flash_mode = 'staged' only: set that, or leave it out")
+        knows_segments = self.policy.acts_on_boundaries or self.policy.needs_scorer
+        if not knows_segments and self.placement != HbmFirst.name:
+            raise ValueError(
+                f"placement {self.placement!r} goes by segments, which eviction_policy = {self.eviction_policy!r} does not "
+                f"follow: choose another eviction_policy, or placement = {HbmFirst.name!r}"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _placement_fits_the_mode(cls, options: Any) -> Any:
+        if isinstance(options, dict) and not options.get("placement"):
+            name = "lachesis" if options.get("flash_mode") == "in_place" else "hbm_first"
+            return {**options, "placement": name}
+        return options
+
+    @field_validator("placement")
+    @classmethod
+    def _placement_is_known(cls, name: str) -> str:
+        if name in PLACEMENTS and name not in _LIVE_PLACEMENTS:
+            raise ValueError(f"placement {name!r} works in the simulator only; choose {', '.join(_LIVE_PLACEMENTS)}")
+        return parse_placement(name).name
+
     @field_validator("eviction_policy")
     @classmethod
     def _policy_is_known(cls, name: str) -> str:
@@ -149,9 +228,14 @@ class LifetimeOptions(BaseModel):
         return self.prefetch != "off"
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether flash is a part of the KV tensor."""
+        return self.flash_mode == "in_place"
+
+    @property
     def has_lower_tiers(self) -> bool:
-        """Whether there is anything below HBM."""
-        return self.host_bytes > 0 or self.flash_bytes > 0
+        """Whether blocks are copied to anything below HBM."""
+        return self.host_bytes > 0 or (self.flash_bytes > 0 and not self.is_in_place)
 
 
 def parse_options(extra_config: dict[str, Any] | None, *, check_machine: bool) -> LifetimeOptions:
@@ -167,6 +251,8 @@ def parse_options(extra_config: dict[str, Any] | None, *, check_machine: bool) -
     except ValidationError as error:
         raise OptionsError(_explain(error)) from None
     if check_machine:
+        if options.is_in_place:
+            refuse_other_platforms()
         _check_memory(options)
         _check_flash(options)
         _check_file("state_path", options.state_path)
@@ -184,6 +270,17 @@ def _predictor_reads_hidden_states(options: LifetimeOptions) -> bool:
         return bool(read_predictor_file(options.predictor_path).header.get("hidden_size"))
     except PredictorFileError:
         return False
+
+
+def refuse_other_platforms() -> None:
+    """Raise `OptionsError` unless vLLM runs on its CPU backend, as flash in place needs."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise OptionsError(
+            "flash_mode = 'in_place' works on vLLM's CPU backend only (docs/in-place.md describes the CUDA design): use "
+            "flash_mode = 'staged'."
+        )
 
 
 def _check_file(name: str, path: Path | None) -> None:
@@ -213,7 +310,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _check_memory(options: LifetimeOptions) -> None:
-    wanted = options.host_bytes + (options.flash_staging_bytes if options.flash_bytes else 0)
+    wanted = options.host_bytes + (options.flash_staging_bytes if options.flash_bytes and not options.is_in_place else 0)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as file:

@@ -21,14 +21,18 @@ from vllm_lifetime.connectors.lifetime.control_calls import ControlCalls
 from vllm_lifetime.connectors.lifetime.demotion import Demotion
 from vllm_lifetime.connectors.lifetime.engine_files import engine_file_path, open_recorder
 from vllm_lifetime.connectors.lifetime.eviction_log import EvictionLog
+from vllm_lifetime.connectors.lifetime.flash_writes import FlashWrites
 from vllm_lifetime.connectors.lifetime.forecasting import Forecasting
 from vllm_lifetime.connectors.lifetime.gauges import Gauges
+from vllm_lifetime.connectors.lifetime.in_place import InPlacePlan
+from vllm_lifetime.connectors.lifetime.in_place_pool import InPlacePool
 from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.loads import Loads
 from vllm_lifetime.connectors.lifetime.metadata import (
     BYTES_READ,
     BYTES_WRITTEN,
+    DELAY_US,
     FlashReport,
     LifetimeMetadata,
     LifetimeWorkerMetadata,
@@ -37,13 +41,17 @@ from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsEr
 from vllm_lifetime.connectors.lifetime.pace import Pace
 from vllm_lifetime.connectors.lifetime.prefetch import Prefetch
 from vllm_lifetime.connectors.lifetime.request_state import RequestState
+from vllm_lifetime.connectors.lifetime.wear_state import WearState
 from vllm_lifetime.conversations import MIN_SHARED_TOKENS
 from vllm_lifetime.lifecycle import Lifecycle
+from vllm_lifetime.policy.placement.contract import PlacementConfig, Tier
+from vllm_lifetime.policy.placement.registry import parse_placement
 from vllm_lifetime.policy.prefetch import PrefetchPlanner
 from vllm_lifetime.policy.retention import RetentionTable
 from vllm_lifetime.pool.access import HBM_TIER, AccessTable
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import Rank, Reader, Run
+from vllm_lifetime.pool.tiered import CoveredTier
 from vllm_lifetime.pool.tiers import Slot, SlotTier, TierUsage
 
 if TYPE_CHECKING:
@@ -63,11 +71,17 @@ class LifetimeScheduler:
 
     Args:
         layout: what one block is, and whether blocks can be kept below HBM at all.
+        in_place: which blocks of the pool lie in flash; None: none.
 
     """
 
-    def __init__(self, vllm_config: "VllmConfig", layout: KVLayout, options: LifetimeOptions) -> None:
+    def __init__(
+        self, vllm_config: "VllmConfig", layout: KVLayout, options: LifetimeOptions, in_place: InPlacePlan | None = None
+    ) -> None:
         self.options = options
+        self._in_place_plan = in_place
+        self.in_place: InPlacePool | None = None
+        """The two tiers of the block pool; None: it is all HBM."""
         self.layout = layout
         self._block_size = self._hash_tokens = layout.block_size_tokens
         self._world_size: int = vllm_config.parallel_config.world_size
@@ -96,6 +110,11 @@ class LifetimeScheduler:
             min_shared_tokens=min(MIN_SHARED_TOKENS, options.compaction_tokens),
         )
         self.retentions: RetentionTable | None = None
+        try:
+            self.flash_writes = FlashWrites(options, self.lifecycle.segments, self.recorder, layout.block_bytes, time.monotonic())
+        except ValueError as error:
+            raise OptionsError(f"flash_write_bytes_per_day: {error}.") from None
+        self.wear = WearState(self.recorder)
         self.calls = ControlCalls(self)
         self._access: AccessTable | None = None
         self._demotion: Demotion | None = None
@@ -119,9 +138,21 @@ class LifetimeScheduler:
 
     # ------------------------------------------------------------------ binding
 
+    @property
+    def has_in_place_flash(self) -> bool:
+        """Whether blocks of the engine's pool lie in flash."""
+        return self._in_place_plan is not None
+
     def bind_pool(self, pool: LifetimeBlockPool) -> None:
         """The engine's block pool has been built."""
         self.pool = pool
+        plan = self._in_place_plan
+        if plan is not None:
+            placement = parse_placement(self.options.placement)
+            config = PlacementConfig(unknown_tier=Tier[self.options.placement_unknown.upper()])
+            self.in_place = InPlacePool(
+                pool, plan.num_hbm_blocks, placement, config, plan.block_size_tokens, self._requests, self.recorder
+            )
         pool.listener = self
         self._hash_tokens = getattr(pool, "hash_block_size", None) or self._block_size
         self.lifecycle.set_hash_tokens(self._hash_tokens)
@@ -136,6 +167,7 @@ class LifetimeScheduler:
         for index, key in sorted(survived):
             if index < num_slots and key not in self.flash:
                 self.flash.adopt(index, key)
+        self.wear.bind([report.wear for report in reports if report.wear is not None], self.flash_writes)
         if survived:
             logger.info("flash: %d of %d slots hold blocks from before the restart", len(self.flash), num_slots)
         self._bind_access()
@@ -151,11 +183,13 @@ class LifetimeScheduler:
             self.host,
             self.flash,
             self.jobs,
+            self.flash_writes,
             ahead=ahead,
             batch_blocks=max(1, self.options.demote_batch_bytes // self.layout.block_bytes),
             staging_blocks=max(1, self.options.flash_staging_bytes // self.layout.block_bytes),
         )
-        free_lists: list[TierFreeList[Any]] = [self.pool.free_list, self.host.free_list, self.flash.free_list]
+        flash_list = self.flash.free_list if self.in_place is None else CoveredTier[Any](FLASH)
+        free_lists: list[TierFreeList[Any]] = [self.pool.free_list, self.host.free_list, flash_list]
         self._access = AccessTable(free_lists, self._copies_of, self.pool.twin_of)
         capacity = self.pool.num_gpu_blocks + len(self.host.slots) + len(self.flash.slots)
         self.retentions = RetentionTable(self._access, capacity)
@@ -274,7 +308,9 @@ class LifetimeScheduler:
             start, state.num_local_blocks = state.num_local_blocks, None
             self.recorder.count(stats.REQUESTS)
             self.recorder.count(stats.PROMPT_TOKENS, by=request.num_tokens)
-            self.note_hits("hbm", start)
+            in_flash = 0 if self.in_place is None else self.in_place.num_in_flash(blocks.blocks[0][:start])
+            self.note_hits("hbm", start - in_flash)
+            self.note_hits("flash", in_flash)
             self._note_use(request, request.num_tokens, starts_unnamed=state.reading is None)
             if self.prefetch is not None:
                 self.prefetch.note_read(blocks.blocks[0], start)
@@ -376,7 +412,10 @@ class LifetimeScheduler:
             self._flush.update(storing[block.block_id] for block in blocks if block.block_id in storing)
         if self.prefetch is not None:
             self.prefetch.note_handed_out(blocks)
-        if self.pool is not None:
+        if self.in_place is not None:
+            for tier, part in self.in_place.by_tier(blocks):
+                self._evictions.note_handed_out(part, self.in_place.tiers, self.host, self.flash, tier)
+        elif self.pool is not None:
             self._evictions.note_handed_out(blocks, self.pool.free_list, self.host, self.flash)
 
     def on_lent_blocks_needed(self) -> None:
@@ -438,8 +477,12 @@ class LifetimeScheduler:
                 self.recorder.count(stats.BYTES_READ, "flash", by=count)
             elif kind == BYTES_WRITTEN:
                 self.recorder.count(stats.BYTES_WRITTEN, "flash", by=count)
+            elif kind == DELAY_US:
+                self.recorder.count(stats.EMULATED_DELAY, by=count)
             else:
                 self.recorder.count(stats.FLASH_FAULTS, kind, by=count)
+        if report.wear:
+            self.wear.update(report.wear, now)
         for job_id, result in report.results.items():
             job = self.jobs.report(job_id, result)
             if isinstance(job, LoadJob):
@@ -449,6 +492,7 @@ class LifetimeScheduler:
                 if job.target is self.host:
                     self.recorder.count(stats.BYTES_WRITTEN, "host", by=num_stored * self.layout.block_bytes)
                     continue
+                self.flash_writes.give_back(len(job.slots) - num_stored)
                 if self._demotion is not None:
                     self._demotion.note_flash_store(is_well=num_stored > 0, now=now)
                     if job.sources and num_stored:
@@ -495,6 +539,7 @@ class LifetimeScheduler:
                 agent=event.agent,
                 agent_id=event.agent_id,
                 parent_agent_id=event.parent_agent_id,
+                spawn=event.spawn,
             )
         if not self._acts_on_boundaries:
             reason = f"the eviction policy {self.options.eviction_policy} does not act on boundaries"
@@ -525,6 +570,8 @@ class LifetimeScheduler:
             self._access.set_rank(run, rank)
 
     def _end_reader(self, reader: Reader) -> int:
+        if self.in_place is not None:
+            self.in_place.close(reader)
         return sum(self._access.end(reader)) if self._access is not None and self._acts_on_boundaries else 0
 
     @property
@@ -535,7 +582,9 @@ class LifetimeScheduler:
     def usage(self) -> dict[str, TierUsage]:
         """Blocks of each tier by state. O(1)."""
         by_tier = {"host": self.host.usage(), "flash": self.flash.usage()}
-        if self.pool is not None:
+        if self.in_place is not None:
+            by_tier |= self.in_place.usage()
+        elif self.pool is not None:
             free_list = self.pool.free_list
             free = free_list.num_empty_blocks + free_list.num_retired_blocks
             # The null block is never anybody's.

@@ -47,6 +47,21 @@ BYTES_READ = Metric("bytes_read", PromCounter, ("tier",), "KV bytes read from a 
 BYTES_WRITTEN = Metric("bytes_written", PromCounter, ("tier",), "KV bytes written to a tier below HBM.")
 HIT_BLOCKS = Metric("hit_blocks", PromCounter, ("tier",), "Prompt blocks found in a tier when a request was admitted.")
 HIT_TOKENS = Metric("hit_tokens", PromCounter, ("tier",), "Prompt tokens found in a tier when a request was admitted.")
+PLACED_BLOCKS = Metric(
+    "placed_blocks", PromCounter, ("tier", "class"), "With flash in place, new blocks by the tier that gave them and by class."
+)
+SPILLED_BLOCKS = Metric(
+    "spilled_blocks",
+    PromCounter,
+    ("tier", "class"),
+    "With flash in place, new blocks by the tier that should have given them but had no room, and by class.",
+)
+EMULATED_DELAY = Metric(
+    "emulated_delay_microseconds",
+    PromCounter,
+    (),
+    "Time by which steps were delayed so that flash in place takes as long as the emulated device; 0 if nothing is emulated.",
+)
 EVICTIONS = Metric(
     "evictions",
     PromCounter,
@@ -75,6 +90,41 @@ FLASH_FAULTS = Metric(
     PromCounter,
     ("kind",),
     "Flash reads and writes that failed, by kind; each was served by recomputing or by not keeping the block.",
+)
+FLASH_WRITTEN_BYTES = Metric(
+    "flash_written_bytes",
+    PromCounter,
+    ("class", "reason"),
+    "Bytes written to flash files by segment class and reason. Blocks: demotion (from HBM), move (from host). Class overhead: "
+    "record, header, ledger.",
+)
+FLASH_WRITES_REFUSED = Metric(
+    "flash_writes_refused",
+    PromCounter,
+    ("class", "reason"),
+    "Blocks near their eviction that were not written to flash. placement: their class never is. rank: all that flash holds is "
+    "worth more.",
+)
+FLASH_THROTTLES = Metric("flash_throttles", PromCounter, (), "How often the budget of bytes written to flash was used up.")
+FLASH_THROTTLED = Metric("flash_throttled", Gauge, (), "1 while that budget is used up, else 0.")
+FLASH_CYCLES = Metric(
+    "flash_cycles",
+    Gauge,
+    ("file", "of"),
+    "Program/erase cycles of a flash file's erase blocks, in its life: mean and max, had writes been levelled by whole pages.",
+)
+FLASH_ENDURANCE_USED = Metric("flash_endurance_used", Gauge, ("file",), "Share of a flash file's program/erase budget spent.")
+FLASH_WRITE_AMPLIFICATION = Metric(
+    "flash_write_amplification", Gauge, ("file",), "Bytes programmed, in whole pages, for each byte of KV, in a file's life."
+)
+FLASH_DEVICE_YEARS = Metric(
+    "flash_device_years",
+    Gauge,
+    ("file", "window"),
+    "Years that flash of the file's size lasts at its mean rate of writes over the last hour, the last day, the ledger's life.",
+)
+WEAR_LEDGER_ERRORS = Metric(
+    "wear_ledger_errors", Gauge, ("file", "kind"), "Failed reads and writes of a wear ledger since the process started, by errno."
 )
 SESSIONS = Metric("sessions", Gauge, (), "Live sessions, and workflows that name no session.")
 AGENTS = Metric("agents", Gauge, (), "Agents known, those without blocks included.")
@@ -137,6 +187,9 @@ METRICS = (
     BYTES_WRITTEN,
     HIT_BLOCKS,
     HIT_TOKENS,
+    PLACED_BLOCKS,
+    SPILLED_BLOCKS,
+    EMULATED_DELAY,
     EVICTIONS,
     LOADS,
     RECOMPUTED_BLOCKS,
@@ -144,6 +197,15 @@ METRICS = (
     BOUNDARIES,
     RETIRED_BLOCKS,
     FLASH_FAULTS,
+    FLASH_WRITTEN_BYTES,
+    FLASH_WRITES_REFUSED,
+    FLASH_THROTTLES,
+    FLASH_THROTTLED,
+    FLASH_CYCLES,
+    FLASH_ENDURANCE_USED,
+    FLASH_WRITE_AMPLIFICATION,
+    FLASH_DEVICE_YEARS,
+    WEAR_LEDGER_ERRORS,
     SESSIONS,
     AGENTS,
     SEGMENTS,
@@ -186,6 +248,16 @@ class Recorder:
         if labels or not metric.labels:
             return sum(part[metric.name, labels] for part in parts)
         return sum(value for part in parts for (name, _), value in part.items() if name == metric.name)
+
+    def totals_by_two(self, metric: Metric) -> dict[str, dict[str, int]]:
+        """The values since the start of a counter with two labels, by the first, then by the second. O(all counters)."""
+        answer: dict[str, dict[str, int]] = {}
+        for part in (self._totals, self.counters):
+            for (name, labels), value in part.items():
+                if name == metric.name:
+                    by_second = answer.setdefault(labels[0], {})
+                    by_second[labels[1]] = by_second.get(labels[1], 0) + value
+        return answer
 
     def set(self, metric: Metric, *labels: str, to: float) -> None:
         """Set a gauge."""

@@ -17,6 +17,7 @@ from vllm_lifetime.connectors.lifetime.copy_engine import CopyQueue, canonical_k
 from vllm_lifetime.connectors.lifetime.flash_file import open_flash
 from vllm_lifetime.connectors.lifetime.flash_transfers import FlashLoad, FlashTransfers
 from vllm_lifetime.connectors.lifetime.hidden_states import HiddenStateTap
+from vllm_lifetime.connectors.lifetime.in_place import InPlaceMemory, InPlacePlan
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.metadata import (
     BYTES_READ,
@@ -30,6 +31,8 @@ from vllm_lifetime.connectors.lifetime.metadata import (
 )
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
 from vllm_lifetime.flash import FlashDevice
+from vllm_lifetime.flash.wear_counts import UNKNOWN_CLASS
+from vllm_lifetime.flash.wear_figures import WearSnapshot
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +70,10 @@ class LifetimeWorker:
         self._options = options
         self.hidden_states = HiddenStateTap() if options.hidden_states else None
         """Where the model runner leaves hidden states of prompts; None if nobody asks for them."""
+        self.in_place: InPlaceMemory | None = None
+        """The KV tensor's memory, if flash is a part of it."""
+        if options.is_in_place:
+            self.in_place = InPlaceMemory(InPlacePlan.of(vllm_config, kv_cache_config, options), options)
         self._copies: CopyQueue | None = None
         self._device: FlashDevice | None = None
         self._flash: FlashTransfers | None = None
@@ -79,6 +86,7 @@ class LifetimeWorker:
         self._finished_loads: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._flash_seen: Counter[str] = Counter()
+        self._wear_seen: WearSnapshot | None = None
         self._step = 0
 
     # ------------------------------------------------------------------ start
@@ -90,6 +98,8 @@ class LifetimeWorker:
             FlashError: the flash file cannot be used; the text says what to change.
 
         """
+        if self.in_place is not None:
+            self.in_place.register(kv_caches)
         if not self._layout.can_offload or not self._options.has_lower_tiers:
             return
         world_size = self._vllm_config.parallel_config.world_size
@@ -116,7 +126,8 @@ class LifetimeWorker:
         """The flash device for the scheduler side; None without one."""
         if self._device is None:
             return None
-        return FlashReport(self._device.num_slots, self._device.recovered())
+        wear = self._device.wear
+        return FlashReport(self._device.num_slots, self._device.recovered(), None if wear is None else wear.snapshot)
 
     # ------------------------------------------------------------------ each step
 
@@ -144,7 +155,9 @@ class LifetimeWorker:
             if self._flash is None:
                 self._job_done(job_id, set(range(len(demotion.keys))))
                 continue
-            self._flash.demote(demotion.host_slots, demotion.flash_slots, demotion.keys, partial(self._written, demotion.job_id))
+            self._flash.demote(
+                demotion.host_slots, demotion.flash_slots, demotion.keys, demotion.classes, partial(self._written, job_id)
+            )
 
     def _written(self, job_id: int, failed: set[int], is_late: bool, seconds: float) -> None:
         self._job_done(job_id, failed)
@@ -161,7 +174,8 @@ class LifetimeWorker:
         elif self._flash is None:
             self._job_done(job_id, everything)
         else:
-            copy = self._flash.store(store.block_ids, store.slots, store.keys, partial(self._written, job_id))
+            classes = store.classes or [UNKNOWN_CLASS] * len(store.keys)
+            copy = self._flash.store(store.block_ids, store.slots, store.keys, classes, partial(self._written, job_id))
             if copy is not None:
                 self._store_copies[job_id] = copy
 
@@ -246,7 +260,8 @@ class LifetimeWorker:
         """What the scheduler side has to know of this step; None if nothing."""
         flash = self._new_flash_counts()
         hidden_states = self.hidden_states.take() if self.hidden_states is not None else {}
-        if not self._step and not self._results and not flash and not hidden_states:
+        wear = self._new_wear()
+        if not self._step and not self._results and not flash and not hidden_states and not wear:
             return None
         results, self._results = self._results, {}
         starts = list(self._started_at.values())
@@ -258,9 +273,23 @@ class LifetimeWorker:
             flash=flash,
             oldest_start=min(starts, default=None),
             hidden_states=hidden_states,
+            wear=wear,
         )
 
+    def _new_wear(self) -> list[WearSnapshot]:
+        """The flash file's ledger if it has changed since the last report: with the jobs that are done, and once a second."""
+        ledger = None if self._device is None else self._device.wear
+        if ledger is None:
+            return []
+        snapshot = ledger.refresh() if self._results else ledger.snapshot
+        if snapshot is self._wear_seen:
+            return []
+        self._wear_seen = snapshot
+        return [snapshot]
+
     def _new_flash_counts(self) -> Counter[str]:
+        if self.in_place is not None:
+            return self.in_place.take_counts()
         if self._device is None:
             return Counter()
         values = self._device.counters.snapshot()
@@ -285,6 +314,8 @@ class LifetimeWorker:
 
     def shutdown(self) -> None:
         """End the threads; the flash file is closed, and removed unless it persists."""
+        if self.in_place is not None:
+            self.in_place.close()
         if self._flash is not None:
             self._flash.shutdown()
             self._flash = None

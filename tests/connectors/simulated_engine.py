@@ -8,8 +8,10 @@ token it samples depends on what it read. It runs thousands of engine steps per 
 
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -130,12 +132,19 @@ class SimulatedEngine:
             block_size=BLOCK_SIZE,
             log_stats=True,
         )
-        self.kv = {name: torch.zeros((num_blocks, 2, BLOCK_SIZE, 16), dtype=torch.float32) for name in LAYERS}
-        # [layer][block, position in block]: the first int64 of each token's share of the page.
-        self._words = [t.view(torch.int64).numpy().reshape(num_blocks, BLOCK_SIZE, -1) for t in self.kv.values()]
         self.worker: LifetimeConnector | None = None
+        context = None
         if config.kv_transfer_config is not None:
             self.worker = LifetimeConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+            context = self.worker.get_mem_pool_context()
+        with context or nullcontext():
+            storage = torch.zeros(page * num_blocks * len(LAYERS), dtype=torch.int8)
+        shape = (num_blocks, 2, BLOCK_SIZE, 16)
+        parts = storage.view(torch.float32).view(len(LAYERS), *shape)
+        self.kv = dict(zip(LAYERS, parts, strict=True))
+        # [layer][block, position in block]: the first int64 of each token's share of the page.
+        self._words = [t.view(torch.int64).numpy().reshape(num_blocks, BLOCK_SIZE, -1) for t in self.kv.values()]
+        if self.worker is not None:
             self.worker.register_kv_caches(self.kv)
             report = self.worker.get_handshake_metadata()
             if report is not None:
@@ -195,7 +204,7 @@ class SimulatedEngine:
         sampled = [self._forward(request_id, count) for request_id, count in output.num_scheduled_tokens.items()]
         transfers = None
         if worker is not None:
-            worker.start_load_kv(None)  # type: ignore[arg-type]
+            worker.start_load_kv(SimpleNamespace(attn_metadata=None))  # type: ignore[arg-type]
             worker.wait_for_save()
             sent, received = worker.get_finished(output.finished_req_ids)
             transfers = KVConnectorOutput(

@@ -28,7 +28,7 @@ ORDER = (
     *("boundaries", "dashboard", "retirement", "same_tokens"),  # another; the last goes on to one in bfloat16
     "scorer",
     *("device_faults", "data_parallel"),
-    *("restart", "harness", "refusals", "hidden_states"),  # each waits for what was done ahead
+    *("restart", "wear", "harness", "refusals", "hidden_states", "in_place"),  # each waits for what was done ahead
 )
 """Files with the same servers stand together."""
 

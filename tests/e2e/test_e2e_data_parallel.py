@@ -20,7 +20,8 @@ def test_boundary_reaches_one_engine_of_two(servers: Servers, same_as_stock: Cal
     server = servers.make(directory, "float32", options, "--data-parallel-size", "2", "--max-num-seqs", "4", start_timeout_s=500)
     with server:
         api = Api(server)
-        assert {path.name for path in directory.glob("flash.kv*")} == {"flash.kv", "flash.kv.dp1-rank0"}
+        files = {"flash.kv", "flash.kv.dp1-rank0"}
+        assert {path.name for path in directory.glob("flash.kv*")} == files | {f"{name}.wear" for name in files}
         who = {"session": "the session", "metadata": {"workflow_id": "everywhere"}}
         for _ in range(2):
             # At the same time, so that the load balancer gives some to each engine.

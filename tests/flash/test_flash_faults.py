@@ -206,9 +206,7 @@ def test_clear_that_cannot_be_written_removes_the_file(path: Path, monkeypatch: 
     assert not path.exists()
 
 
-def test_read_error_is_a_failed_outcome(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_read_error_is_a_failed_outcome(path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def failing(*_: object) -> int:
         raise OSError(errno.EIO, "broken")
 
@@ -295,9 +293,7 @@ def test_full_file_system_in_mid_use(tmp_path: Path) -> None:
         with ft.open_device(path, size=1 << 20) as device:
             assert all(ft.write(device, slot, key) for slot, key in enumerate(KEYS))
             start = ft.ClosedFile(path, 1 << 20).payload_range(1).start
-            punched = subprocess.run(
-                ["fallocate", "--punch-hole", "-o", str(start), "-l", str(2 * ft.SLOT_BYTES), path]
-            )
+            punched = subprocess.run(["fallocate", "--punch-hole", "-o", str(start), "-l", str(2 * ft.SLOT_BYTES), path])
             if punched.returncode:
                 pytest.skip("needs to punch holes")
             (folder / "hog").write_bytes(bytes(2 * ft.SLOT_BYTES))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_lifetime.cli import analyze, control, hooks, predict, rank, record, replay, serve, top, version
+from vllm_lifetime.cli import analyze, control, hooks, predict, rank, record, replay, serve, top, version, wear
 
 app = typer.Typer(
     name="vllm-lifetime",
@@ -21,6 +21,7 @@ app = typer.Typer(
 serve.add_to(app)
 control.add_to(app)
 top.add_to(app)
+wear.add_to(app)
 hooks.add_to(app)
 predict.add_to(app)
 rank.add_to(app)

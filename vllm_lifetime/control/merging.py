@@ -22,8 +22,9 @@ __all__ = ["merge_health", "merge_sessions", "merge_tiers", "page_sessions"]
 
 def merge_tiers(engines: list[TiersOfEngine]) -> TiersView:
     """Return the tiers of all engines together: counts add up, and of ages the oldest stands."""
-    total = _add_up([engine.model_dump(exclude_none=True) for engine in engines])
-    return TiersView.model_validate({"tiers": {}, **total, "engines": engines})
+    total = _add_up([engine.model_dump(exclude_none=True, exclude={"wear", "flash_writes"}) for engine in engines])
+    wear = [view for engine in engines for view in engine.wear or []]
+    return TiersView.model_validate({"tiers": {}, **total, "wear": wear or None, "engines": engines})
 
 
 def _add_up(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ __all__ = [
     "TierState",
     "TiersOfEngine",
     "TiersView",
+    "WearView",
+    "WriteBudgetView",
 ]
 
 Count = Annotated[int, Field(ge=0)]
@@ -133,6 +135,9 @@ class TierState(_View):
     oldest_io_s: Seconds | None = None
     """Age of the oldest transfer that is not done."""
 
+    emulated_delay_us: Count | None = None
+    """Of flash in place: by how much steps were delayed, so that it takes as long as the emulated device. null: by nothing."""
+
 
 class Evictions(_View):
     """Blocks that left HBM: those that nobody could read any more, those kept in a lower tier, those gone."""
@@ -159,6 +164,88 @@ class Counters(_View):
     evictions: Evictions = Evictions()
 
 
+class EraseCycles(_View):
+    """Program/erase cycles of a flash file's erase blocks.
+
+    `mean` and `max`: had writes been levelled; `in_place_...`: had each write erased what it lies on.
+    """
+
+    erase_blocks: Count
+    mean: Annotated[float, Field(ge=0)]
+    max: Annotated[float, Field(ge=0)]
+    in_place_erases: Count
+    max_in_place_erases: Count
+
+
+class LedgerState(_View):
+    """Whether the file that keeps the counts is written."""
+
+    is_kept: bool
+    flush_every_s: Seconds
+    errors: dict[str, Count] = {}
+    """Failed reads and writes of it, by errno name."""
+
+
+class DriveView(_View):
+    """What the system says, without privileges, of the drive under a flash file."""
+
+    name: str = ""
+    model: str = ""
+    capacity_bytes: Count = 0
+    written_since_boot_bytes: Count | None = None
+    """By all processes."""
+
+    note: str = ""
+    """What could not be read, and why."""
+
+
+class WearView(_View):
+    """What has been written to one flash file since its ledger began.
+
+    Keys of rates, years and drive writes: `hour`, `day`, `ledger` (since it began) and `process` (since the file was opened).
+    """
+
+    file: str
+    wear_id: str
+    size_bytes: Count
+    erase_block_bytes: Count
+    endurance_cycles: Count
+    age_s: Seconds
+    written_bytes: dict[str, dict[str, Count]]
+    """By segment class and reason; `overhead` is what is not KV."""
+
+    payload_bytes: Count
+    overhead_bytes: Count
+    programmed_bytes: Count
+    written_last_day_bytes: Count
+    write_amplification: Annotated[float, Field(ge=0)] | None
+    in_place_write_amplification: Annotated[float, Field(ge=0)] | None
+    cycles: EraseCycles
+    endurance_used: Annotated[float, Field(ge=0)]
+    rates_bytes_per_s: dict[str, Annotated[float, Field(ge=0)]]
+    device_years: dict[str, Annotated[float, Field(ge=0)] | None]
+    """null: nothing was written."""
+
+    drive_writes_per_day: dict[str, Annotated[float, Field(ge=0)]]
+    ledger: LedgerState
+    drive: DriveView | None = None
+
+
+class WriteBudgetView(_View):
+    """Whether, and what, may be written to flash."""
+
+    placement: str
+    bytes_per_day: Count | None = None
+    """null: no limit."""
+
+    available_bytes: Count | None = None
+    is_throttled: bool = False
+    """Nothing is written to flash until more of the budget comes in."""
+
+    refused_blocks: dict[str, dict[str, Count]] = {}
+    """By segment class and reason."""
+
+
 class TiersOfEngine(_View):
     """The tiers of one engine."""
 
@@ -167,10 +254,16 @@ class TiersOfEngine(_View):
     """Blocks by tier and segment class."""
 
     counters: Counters = Counters()
+    wear: list[WearView] | None = None
+    """One for each flash file: one a rank. null: no flash tier."""
+
+    flash_writes: WriteBudgetView | None = None
+    """null: no flash tier."""
 
 
 class TiersView(TiersOfEngine):
-    """The tiers of all engines together, and of each. Counts add up; of ages the oldest stands."""
+    """The tiers of all engines together, and of each. Counts add up; of ages the oldest stands. What may be written to flash
+    is each engine's own."""
 
     engines: list[TiersOfEngine]
 

@@ -12,6 +12,7 @@ from vllm_lifetime.flash.errors import (
     FlashUnavailableError,
 )
 from vllm_lifetime.flash.layout import FlashGeometry
+from vllm_lifetime.flash.wear import WearOptions
 
 __all__ = [
     "FlashCounterValues",
@@ -25,4 +26,5 @@ __all__ = [
     "FlashSpaceError",
     "FlashUnavailableError",
     "ReadOutcome",
+    "WearOptions",
 ]

@@ -32,8 +32,10 @@ import numpy as np
 from vllm_lifetime.flash.counters import FlashCounters
 from vllm_lifetime.flash.faults import FlashFaults
 from vllm_lifetime.flash.layout import (
+    EPOCH_BYTES,
     MAX_KEY_BYTES,
     RECORD_BYTES,
+    WEAR_ID_BYTES,
     FlashGeometry,
     pack_record,
     payload_checksum_of,
@@ -45,8 +47,11 @@ from vllm_lifetime.flash.storage import (
     open_flash_file,
     remove_file,
     write_epoch,
+    write_wear_id,
 )
 from vllm_lifetime.flash.transfer import length_of, read_payload, write_fully, write_payload
+from vllm_lifetime.flash.wear import WearLedger, WearOptions
+from vllm_lifetime.flash.wear_counts import UNKNOWN_CLASS, WriteReason
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -90,11 +95,13 @@ class FlashDevice:
         num_slots: slots of the device; they are numbered from 0.
         slot_bytes: payload bytes of each.
         counters: what happened since the device was opened.
+        wear: what has been written in the file's life; None if nobody wants to know.
     """
 
-    def __init__(self, path: str, file: FlashFile, *, persist: bool) -> None:
+    def __init__(self, path: str, file: FlashFile, wear: WearLedger | None, *, persist: bool) -> None:
         """Takes over an open file. Use `open` instead."""
         self.path = path
+        self.wear = wear
         self.geometry = file.layout.geometry
         self.num_slots = file.layout.num_slots
         self.slot_bytes = self.geometry.slot_bytes
@@ -116,7 +123,15 @@ class FlashDevice:
         self._records = self._table.view(np.uint8).data
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], geometry: FlashGeometry, *, size_bytes: int, persist: bool) -> "FlashDevice":
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        geometry: FlashGeometry,
+        *,
+        size_bytes: int,
+        persist: bool,
+        wear: WearOptions | None = None,
+    ) -> "FlashDevice":
         """Opens the file at ``path``, or creates it with mode 0600; locks it and reserves its blocks.
 
         Args:
@@ -125,6 +140,7 @@ class FlashDevice:
             size_bytes: bytes of the whole file, header and record table included.
             persist: keep the blocks of an existing file of equal geometry and size, and keep the
                 file at close. Otherwise the device starts empty and the file is removed at close.
+            wear: keep a ledger of what is written, in a file beside this one. None: no ledger.
 
         Raises:
             FlashError: the file cannot be used; the text says why and what to change. A file that
@@ -134,7 +150,14 @@ class FlashDevice:
         """
         name = os.fspath(path)
         file = open_flash_file(name, geometry, size_bytes=size_bytes, persist=persist)
-        return cls(name, file, persist=persist)
+        try:
+            ledger = None if wear is None else _open_ledger(name, file, wear)
+        except BaseException:
+            if file.is_created:
+                remove_file(name, file.file_descriptor)
+            os.close(file.file_descriptor)
+            raise
+        return cls(name, file, ledger, persist=persist)
 
     def recovered(self) -> list[tuple[int, bytes]]:
         """The ``(slot, key)`` that were valid when a persisted file was opened and still are.
@@ -146,7 +169,14 @@ class FlashDevice:
         with self._lock:
             return keys_of(self._table, self._recovered_slots)
 
-    def write(self, slot: int, key: bytes, pages: Sequence["ReadableBuffer"]) -> bool:
+    def write(
+        self,
+        slot: int,
+        key: bytes,
+        pages: Sequence["ReadableBuffer"],
+        segment_class: str = UNKNOWN_CLASS,
+        reason: str = WriteReason.DEMOTION,
+    ) -> bool:
         """Stores ``pages``, one after the other, in ``slot`` under ``key``.
 
         The slot's old record is withdrawn first, in memory; it stays in the file until the new one
@@ -156,6 +186,8 @@ class FlashDevice:
             slot: 0 to ``num_slots`` - 1.
             key: 1 to 36 bytes.
             pages: contiguous buffers of ``slot_bytes`` bytes in all, not changed meanwhile.
+            segment_class: whose block it is, for the wear ledger.
+            reason: why it is written, likewise.
 
         Returns:
             Whether the slot now holds the key. If not, the slot holds no record; the reason is
@@ -177,8 +209,11 @@ class FlashDevice:
             self._records[place] = _NO_RECORD
         try:
             checksum = write_payload(self._file_descriptor, self._payload_at(slot), pages, self.slot_bytes, key)
-            record = pack_record(slot, key, checksum, epoch)
+            # Counted between the two, so that a record in the file has a number that the ledger had given.
+            number = self._count_payload(slot, segment_class, reason)
+            record = pack_record(slot, key, checksum, epoch, number)
             write_fully(self._file_descriptor, [record], self._layout.table_offset + place.start, RECORD_BYTES)
+            self._count_overhead(self._layout.table_offset + place.start, RECORD_BYTES, WriteReason.RECORD)
             with self._lock:
                 if epoch != self._epoch:  # cleared meanwhile; the file's record has expired as well
                     return False
@@ -273,6 +308,7 @@ class FlashDevice:
                 self._recovered_slots = np.empty(0, np.int64)
             try:
                 write_epoch(self._file_descriptor, self._layout, epoch)
+                self._count_overhead(self._layout.epoch_offset, EPOCH_BYTES, WriteReason.HEADER)
             except OSError as error:
                 self._faults.clear_failed(error)
                 self._persist = False
@@ -291,6 +327,8 @@ class FlashDevice:
                 return
             self._closed = True
             is_idle = self._idle.wait_for(lambda: self._in_flight == 0, _CLOSE_TIMEOUT_SECONDS)
+        if self.wear is not None:
+            self.wear.close()
         if not self._persist:
             remove_file(self.path, self._file_descriptor)
         if is_idle:
@@ -316,6 +354,16 @@ class FlashDevice:
     def _payload_at(self, slot: int) -> int:
         return self._layout.payload_offset + slot * self._layout.slot_stride
 
+    def _count_payload(self, slot: int, segment_class: str, reason: str) -> int:
+        """Count a block in the ledger; the number of its write, 0 without a ledger."""
+        if self.wear is None:
+            return 0
+        return self.wear.note_payload(self._payload_at(slot), self.slot_bytes, segment_class, reason)
+
+    def _count_overhead(self, offset: int, length: int, reason: str) -> None:
+        if self.wear is not None:
+            self.wear.note_overhead(offset, length, reason)
+
     def _end(self) -> None:
         with self._lock:
             self._in_flight -= 1
@@ -337,8 +385,32 @@ class FlashDevice:
 
     def _withdraw(self, slots: Sequence[int]) -> None:
         """Empties the records of ascending ``slots`` in the file, as far as it lets us."""
-        for error in withdraw_records(self._file_descriptor, self._layout, slots):
+        errors = withdraw_records(self._file_descriptor, self._layout, slots)
+        for error in errors:
             self._faults.withdraw_failed(error)
+        if not errors:
+            for slot in slots:
+                self._count_overhead(self._layout.table_offset + slot * RECORD_BYTES, RECORD_BYTES, WriteReason.RECORD)
+
+
+def _open_ledger(path: str, file: FlashFile, options: WearOptions) -> WearLedger:
+    """The ledger of an open flash file, which gets its id if it has another.
+
+    Raises:
+        FlashFormatError: see `WearLedger.open`.
+    """
+    layout = file.layout
+    ledger = WearLedger.open(path, layout.size_bytes, options, file.trace)
+    if file.is_new:
+        ledger.note_overhead(0, layout.epoch_offset + EPOCH_BYTES, WriteReason.HEADER)
+    if file.is_new or file.trace.wear_id != ledger.header.wear_id:
+        try:
+            write_wear_id(file.file_descriptor, layout, ledger.header.wear_id)
+            ledger.note_overhead(layout.epoch_offset + EPOCH_BYTES, WEAR_ID_BYTES, WriteReason.HEADER)
+        except OSError as error:
+            logger.warning("The flash file %s does not take the id of its wear ledger: %s.", path, error.strerror)
+    ledger.start()
+    return ledger
 
 
 def _record_range(slot: int) -> slice:

@@ -4,7 +4,7 @@
 The file, all integers little endian::
 
     0                header   magic, version, JSON length, slot count, file size, checksum, JSON
-    epoch_offset     epoch    the number that every valid record was signed with, and its checksum
+    epoch_offset     epoch    the number that every valid record was signed with, and its checksum; the wear ledger's id
     table_offset     table    one 64-byte record per slot
     payload_offset   payload  one block per slot, at a stride of whole 4 KiB pages
 
@@ -34,6 +34,7 @@ __all__ = [
     "PAGE_BYTES",
     "RECORD_BYTES",
     "RECORD_DTYPE",
+    "WEAR_ID_BYTES",
     "FlashGeometry",
     "FlashHeader",
     "FlashLayout",
@@ -42,9 +43,11 @@ __all__ = [
     "pack_epoch",
     "pack_header",
     "pack_record",
+    "pack_wear_id",
     "payload_checksum_of",
     "unpack_epoch",
     "unpack_header",
+    "unpack_wear_id",
     "valid_slots",
 ]
 
@@ -54,6 +57,8 @@ PAGE_BYTES = 4096
 MAX_KEY_BYTES = 36
 """A 32-byte block hash and a 4-byte KV cache group."""
 MAX_GEOMETRY_JSON_BYTES = 1 << 20
+MAX_SLOTS = 1 << 32
+"""A record numbers its slot with 32 bits."""
 
 # magic, version, JSON length, slot count, file size, checksum of all of the header but itself
 _HEADER_PREFIX = struct.Struct("<8sIIQQQ")
@@ -62,6 +67,9 @@ HEADER_PREFIX_BYTES = _HEADER_PREFIX.size
 
 _EPOCH = struct.Struct("<QQ")
 EPOCH_BYTES = _EPOCH.size
+
+WEAR_ID_BYTES = 24
+"""The id of the file's wear ledger and its checksum; they follow the epoch."""
 
 STATE_EMPTY = 0
 STATE_VALID = 1
@@ -72,14 +80,15 @@ RECORD_DTYPE = np.dtype(
         ("key_length", "u1"),
         ("state", "u1"),
         ("reserved", "<u2"),
-        ("slot", "<u8"),
+        ("slot", "<u4"),
+        ("number", "<u4"),
         ("payload_checksum", "<u8"),
         ("record_checksum", "<u8"),
     ]
 )
-"""One slot record. 64 bytes, so no record straddles a page or a disk sector."""
+"""One slot record. 64 bytes, so no record straddles a page or a disk sector. `number`: of the write, see `wear.py`; 0: none."""
 RECORD_BYTES = RECORD_DTYPE.itemsize
-_RECORD_BODY = struct.Struct("<36sBB2xQQ")
+_RECORD_BODY = struct.Struct("<36sBB2xIIQ")
 _RECORD_BODY_BYTES = _RECORD_BODY.size
 _CHECKSUM = struct.Struct("<Q")
 
@@ -167,7 +176,7 @@ class FlashLayout:
         stride = _page_aligned(geometry.slot_bytes)
         epoch_offset = _page_aligned(_HEADER_PREFIX.size + len(_geometry_json(geometry)))
         table_offset = epoch_offset + PAGE_BYTES
-        num_slots = max(0, (size_bytes - table_offset) // (stride + RECORD_BYTES))
+        num_slots = min(MAX_SLOTS, max(0, (size_bytes - table_offset) // (stride + RECORD_BYTES)))
         # The table is rounded up to a page, which may cost the last slot.
         while num_slots and _payload_offset(table_offset, num_slots) + num_slots * stride > size_bytes:
             num_slots -= 1
@@ -268,9 +277,22 @@ def unpack_epoch(raw: bytes) -> int | None:
     return int(epoch) if checksum == xxh3_64_intdigest(raw[:8]) else None
 
 
-def pack_record(slot: int, key: bytes, payload_checksum: int, epoch: int) -> bytes:
-    """A valid record of ``RECORD_BYTES``; it validates only at this slot and under this epoch."""
-    body = _RECORD_BODY.pack(key, len(key), STATE_VALID, slot, payload_checksum)
+def pack_wear_id(wear_id: str) -> bytes:
+    """What follows the epoch. ``wear_id``: 32 hex digits."""
+    raw = bytes.fromhex(wear_id)
+    return raw + _CHECKSUM.pack(xxh3_64_intdigest(raw))
+
+
+def unpack_wear_id(raw: bytes) -> str | None:
+    """The id of the file's wear ledger, or None if none was written, or it is damaged."""
+    if len(raw) < WEAR_ID_BYTES or raw[16:WEAR_ID_BYTES] != _CHECKSUM.pack(xxh3_64_intdigest(raw[:16])):
+        return None
+    return raw[:16].hex()
+
+
+def pack_record(slot: int, key: bytes, payload_checksum: int, epoch: int, number: int = 0) -> bytes:
+    """A valid record of ``RECORD_BYTES``; it validates only at this slot and under this epoch. ``number``: of the write."""
+    body = _RECORD_BODY.pack(key, len(key), STATE_VALID, slot, number, payload_checksum)
     return body + _CHECKSUM.pack(xxh3_64_intdigest(body, epoch))
 
 
@@ -279,7 +301,7 @@ def payload_checksum_of(record: bytes, key: bytes) -> int | None:
 
     The record's own checksum is not looked at: it was when the record came from the file.
     """
-    stored_key, key_length, state, _, payload_checksum = _RECORD_BODY.unpack_from(record)
+    stored_key, key_length, state, _, _, payload_checksum = _RECORD_BODY.unpack_from(record)
     if state != STATE_VALID or key_length != len(key) or not stored_key.startswith(key):
         return None
     return payload_checksum  # type: ignore[no-any-return]
@@ -292,7 +314,7 @@ def valid_slots(table: npt.NDArray[np.void], epoch: int) -> npt.NDArray[np.int64
     """
     length = table["key_length"]
     in_use = table["state"] == STATE_VALID
-    in_place = table["slot"] == np.arange(len(table), dtype=np.uint64)
+    in_place = table["slot"] == np.arange(len(table), dtype=np.uint32)
     candidates = np.flatnonzero(in_use & in_place & (length >= 1) & (length <= MAX_KEY_BYTES))
     raw = table.view(np.uint8).data
     checksums = np.fromiter(

@@ -30,6 +30,7 @@ from vllm_lifetime.flash.layout import (
     EPOCH_BYTES,
     HEADER_PREFIX_BYTES,
     MAGIC,
+    WEAR_ID_BYTES,
     FlashGeometry,
     FlashHeader,
     FlashLayout,
@@ -37,15 +38,18 @@ from vllm_lifetime.flash.layout import (
     header_bytes_from_prefix,
     pack_epoch,
     pack_header,
+    pack_wear_id,
     unpack_epoch,
     unpack_header,
+    unpack_wear_id,
 )
 from vllm_lifetime.flash.records import empty_table, recover_table
+from vllm_lifetime.flash.wear import FlashTrace
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["FlashFile", "new_epoch", "open_flash_file", "remove_file", "write_epoch"]
+__all__ = ["FlashFile", "new_epoch", "open_flash_file", "remove_file", "write_epoch", "write_wear_id"]
 
 logger = logging.getLogger("vllm_lifetime.flash")
 
@@ -64,6 +68,9 @@ class FlashFile:
         epoch: the number that valid records are signed with.
         table: one `RECORD_DTYPE` record per slot, all of them valid or empty.
         recovered_slots: the slots whose records an earlier process left; ascending.
+        is_created: whether there was no file before.
+        is_new: whether the header was written just now.
+        trace: what an earlier process left, for the wear ledger; also if its blocks are not kept.
     """
 
     file_descriptor: int
@@ -71,6 +78,9 @@ class FlashFile:
     epoch: int
     table: npt.NDArray[np.void]
     recovered_slots: npt.NDArray[np.int64]
+    is_created: bool
+    is_new: bool
+    trace: FlashTrace
 
 
 def open_flash_file(path: str, geometry: FlashGeometry, *, size_bytes: int, persist: bool) -> FlashFile:
@@ -92,6 +102,7 @@ def open_flash_file(path: str, geometry: FlashGeometry, *, size_bytes: int, pers
             _check_mark(path, file_descriptor)
         reopened = persist and not created
         epoch = None
+        trace = FlashTrace() if created or reopened else _trace_before(file_descriptor)
         if reopened:
             _check_header(path, file_descriptor, layout)
             epoch = unpack_epoch(os.pread(file_descriptor, EPOCH_BYTES, layout.epoch_offset))
@@ -106,9 +117,10 @@ def open_flash_file(path: str, geometry: FlashGeometry, *, size_bytes: int, pers
         _reserve(path, file_descriptor, size_bytes, keep=reopened)
         if reopened:
             table, recovered_slots = recover_table(file_descriptor, layout, epoch)
+            trace = _trace_of(file_descriptor, layout, table, recovered_slots)
         else:
             table, recovered_slots = empty_table(layout.num_slots), np.empty(0, np.int64)
-        return FlashFile(file_descriptor, layout, epoch, table, recovered_slots)
+        return FlashFile(file_descriptor, layout, epoch, table, recovered_slots, created, not reopened, trace)
     except BaseException as error:
         if created or (isinstance(error, FlashSpaceError) and not persist):
             remove_file(path, file_descriptor)
@@ -132,6 +144,40 @@ def write_epoch(file_descriptor: int, layout: FlashLayout, epoch: int) -> None:
         OSError: it could not be written.
     """
     _write_durably(file_descriptor, pack_epoch(epoch), layout.epoch_offset)
+
+
+def write_wear_id(file_descriptor: int, layout: FlashLayout, wear_id: str) -> None:
+    """Says in the file which wear ledger is its own.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    _write_durably(file_descriptor, pack_wear_id(wear_id), layout.epoch_offset + EPOCH_BYTES)
+
+
+def _trace_of(file_descriptor: int, layout: FlashLayout, table: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> FlashTrace:
+    numbers = table["number"][slots]
+    has_number = numbers != 0
+    return FlashTrace(
+        wear_id=unpack_wear_id(os.pread(file_descriptor, WEAR_ID_BYTES, layout.epoch_offset + EPOCH_BYTES)),
+        offsets=layout.payload_offset + slots[has_number] * layout.slot_stride,
+        numbers=numbers[has_number].astype(np.int64),
+        payload_bytes=layout.geometry.slot_bytes,
+    )
+
+
+def _trace_before(file_descriptor: int) -> FlashTrace:
+    """What is in a file that is about to be emptied, whatever its geometry; nothing if that cannot be told."""
+    try:
+        prefix = os.pread(file_descriptor, HEADER_PREFIX_BYTES, 0)
+        header = unpack_header(os.pread(file_descriptor, header_bytes_from_prefix(prefix), 0))
+        layout = FlashLayout.plan(FlashGeometry(**header.geometry), header.size_bytes)
+        epoch = unpack_epoch(os.pread(file_descriptor, EPOCH_BYTES, layout.epoch_offset))
+        if epoch is None:
+            return FlashTrace()
+        return _trace_of(file_descriptor, layout, *recover_table(file_descriptor, layout, epoch))
+    except (OSError, FlashError, TypeError, ValueError, MemoryError):
+        return FlashTrace()
 
 
 def remove_file(path: str, file_descriptor: int) -> None:
