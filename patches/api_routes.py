@@ -100,6 +100,9 @@ class EngineUtilities:
             f"{type(core).__name__} cannot call a utility of all engines",
         )
         self._core: Any = core
+        parallel = getattr(getattr(engine_client, "vllm_config", None), "parallel_config", None)
+        self.num_api_servers: int = getattr(parallel, "_api_process_count", 1)
+        """API servers that share the engines, this one included."""
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` on every engine at once; return one result per engine.

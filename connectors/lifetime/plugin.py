@@ -113,6 +113,7 @@ def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
     from vllm_lifetime.control import ControlService, ControlSettings, build_router, direct
     from vllm_lifetime.control.auth import Guard
     from vllm_lifetime.control.routes import BOUNDARIES_PATH
+    from vllm_lifetime.control.service import SPACING_S
 
     show_log()
     try:
@@ -120,9 +121,11 @@ def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:
     except UnsupportedVllmError as error:
         logger.warning("%s Requests must name themselves.", error)
     settings = ControlSettings.from_environment(_api_keys(app))
-    service = ControlService(engines, settings=settings)
+    # Requests and events that come to different API servers cannot wait for one another.
+    spacing_s = SPACING_S if engines.num_api_servers == 1 else 0.0
+    service = ControlService(engines, settings=settings, spacing_s=spacing_s)
     app.include_router(build_router(lambda: service, settings))
-    direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES_PATH)
+    direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES_PATH, service.hurry)
     direct.quiet_access_log(BOUNDARIES_PATH)
 
 

@@ -157,7 +157,7 @@ def build_app(engines: Any, timeout_s: float = 5.0, settings: ControlSettings | 
     app = FastAPI()
     app.include_router(build_router(lambda: service, settings))
     if is_direct:
-        direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES_PATH)
+        direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES_PATH, service.hurry)
     return app
 
 

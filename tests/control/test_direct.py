@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -82,7 +83,7 @@ def mounted(engines: FakeEngines, prepare: Callable[[FastAPI], object], *, is_bu
     service = ControlService(engines)
     settings = ControlSettings()
     app.include_router(build_router(lambda: service, settings))
-    direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES)
+    direct.mount(app, direct.build_endpoint(lambda: service, Guard(settings)), BOUNDARIES, service.hurry)
     return app
 
 
@@ -115,6 +116,38 @@ def test_what_does_nothing_for_it_is_passed_by() -> None:
 
 
 # ---------------------------------------------------------------------- what it leaves to the app
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_request_does_not_overtake_the_queued_event_that_its_client_sent_before(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(control_fakes, "is_direct", True)
+    engines = FakeEngines()
+    app = build_app(engines, spacing_s=60.0)
+    told: list[int] = []
+
+    async def complete() -> None:
+        await asyncio.sleep(0)  # far less than what a completion does before it reaches the engine
+        await asyncio.sleep(0)
+        told.append(len(engines.calls))
+
+    app.add_api_route("/v1/completions", complete, methods=[method])
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 123))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for number in range(3):
+                event = TURN_END | {"message_id": f"m{number}"}
+                posted = await client.post(BOUNDARIES, json=event, headers={"prefer": "respond-async"})
+                assert posted.status_code == 202
+                await asyncio.sleep(0.01)
+                assert len(engines.calls) == min(number + 1, 1 + (number > 1)), "the second and third are kept back"
+                if number:
+                    await client.request(method, "/v1/completions")
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert told == [2, 3]
 
 
 @pytest.mark.parametrize(

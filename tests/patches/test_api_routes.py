@@ -89,6 +89,15 @@ def test_every_engine_is_called(core: object, engines: list[Any]) -> None:
     assert results == [("lifetime_call", ("tiers", {}), engine) for engine in engines]
 
 
+def test_how_many_api_servers_share_the_engines() -> None:
+    from vllm.config import ParallelConfig
+
+    parallel = ParallelConfig(_api_process_count=3, _api_process_rank=1)
+    client = SimpleNamespace(engine_core=Core032(), vllm_config=SimpleNamespace(parallel_config=parallel))
+    assert api_routes.EngineUtilities(client).num_api_servers == 3
+    assert api_routes.EngineUtilities(SimpleNamespace(engine_core=Core032())).num_api_servers == 1
+
+
 def test_vllms_engine_client_offers_one_of_the_ways() -> None:
     from vllm.v1.engine.core_client import AsyncMPClient
 

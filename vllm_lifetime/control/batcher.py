@@ -97,6 +97,11 @@ class Batcher(Generic[Item, Result]):
             with contextlib.suppress(ControlError):
                 await self._enqueue_with_results([])
 
+    def hurry(self) -> None:
+        """Do not keep back what was given before this call: somebody comes who may have to find it done."""
+        if self._waiting:
+            self._is_urgent.set()
+
     async def drain(self) -> None:
         """Return when nothing waits or is on its way."""
         self._is_urgent.set()

@@ -81,11 +81,12 @@ def parse_events(body: bytes) -> list[Boundary]:
 
 
 class DirectBoundaries:
-    """An ASGI app that answers POSTs to one path by `answer`, and passes everything else on to `app`."""
+    """An ASGI app that answers POSTs to one path by `answer`, and passes everything else on to `app`, after `before_others`."""
 
-    def __init__(self, app: ASGIApp, answer: ASGIApp, path: str) -> None:
+    def __init__(self, app: ASGIApp, answer: ASGIApp, path: str, before_others: Callable[[], None]) -> None:
         """`path` is without the server's `root_path`."""
         self._app = app
+        self._before_others = before_others
         self._answer = answer
         self._path = path
 
@@ -95,11 +96,14 @@ class DirectBoundaries:
             path: str = scope["path"]
             if path.endswith(self._path) and path.removeprefix(scope.get("root_path", "")) == self._path:
                 return self._answer(scope, receive, send)
+        self._before_others()
         return self._app(scope, receive, send)
 
 
-def mount(app: FastAPI, endpoint: Handler, path: str) -> None:
+def mount(app: FastAPI, endpoint: Handler, path: str, before_others: Callable[[], None]) -> None:
     """Answer POSTs to `path` by `endpoint`, before the middlewares of `app` that do nothing for it.
+
+    `before_others` is called when anything else comes, before it is passed on.
 
     The others stay before it, each in an instance of its own. The route is still needed: it serves if somebody builds the
     middlewares anew, and stands in the OpenAPI document.
@@ -117,7 +121,7 @@ def mount(app: FastAPI, endpoint: Handler, path: str) -> None:
             guarded = owner(guarded, *middleware.args, **middleware.kwargs)
     # vLLM has its middlewares built already, so that `add_middleware` would raise; it has not begun to serve.
     stack = app.middleware_stack if app.middleware_stack is not None else app.build_middleware_stack()
-    app.middleware_stack = DirectBoundaries(stack, guarded, path)
+    app.middleware_stack = DirectBoundaries(stack, guarded, path, before_others)
 
 
 def quiet_access_log(path: str) -> None:
