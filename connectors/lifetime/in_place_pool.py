@@ -6,11 +6,12 @@ request is known from `patches/allocating_request.py`, its segments from its `Re
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import SegmentClass
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
@@ -53,6 +54,7 @@ class InPlacePool:
         num_hbm_blocks: blocks with lower ids lie in HBM.
         placement: the policy's class, and its settings.
         requests: the scheduler side's requests, by id.
+        score_of: the predicted rank of a sub-agent's lifetime, where one was made at its spawn; None: there are none.
 
     """
 
@@ -65,6 +67,8 @@ class InPlacePool:
         block_size_tokens: int,
         requests: Mapping[str, RequestState],
         recorder: stats.Recorder,
+        *,
+        score_of: Callable[[Agent], float | None] | None = None,
     ) -> None:
         self.tiers: TieredFreeList[KVCacheBlock] = pool.split(num_hbm_blocks, self)
         self._capacity = (num_hbm_blocks - 1, len(pool.blocks) - num_hbm_blocks)  # the null block is never anybody's
@@ -72,6 +76,7 @@ class InPlacePool:
         self._block_size = block_size_tokens
         self._requests = requests
         self._recorder = recorder
+        self._score_of = score_of
         self._request_blocks: Mapping[str, Sequence[KVCacheBlock]] = {}
         self._request_id: str | None = None
         self._rows: dict[Segment, _Row] = {}
@@ -167,16 +172,22 @@ class InPlacePool:
         if row is None:
             if len(self._rows) >= self._max_rows:
                 self._close_empty()
-            row = self._rows[segment] = _Row(PlacedSegment(segment.segment_class, segment.workflow_id))
+            row = self._rows[segment] = _Row(self._placed(segment))
             self._placement.open(row.placed)
             return row
         before = row.placed
         self._placement.close(before)
-        row.placed = PlacedSegment(segment.segment_class, segment.workflow_id)
+        row.placed = self._placed(segment)
         self._placement.open(row.placed)
         for tier in Tier:
             self._placement.on_allocated(row.placed, tier, before.blocks[tier])
         return row
+
+    def _placed(self, segment: Segment) -> PlacedSegment:
+        score = None
+        if segment.segment_class is SegmentClass.WORKER and self._score_of is not None:
+            score = self._score_of(segment.agent)
+        return PlacedSegment(segment.segment_class, segment.workflow_id, score=score)
 
     def close(self, reader: Reader) -> None:
         """A segment's boundary has come, or somebody else reads on no longer. O(log n) in the live segments."""

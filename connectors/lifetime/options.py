@@ -136,10 +136,15 @@ class LifetimeOptions(BaseModel):
         description="Send the hidden state of each prompt's last token to the scheduler side. None: if the trained predictor "
         "reads it.",
     )
+    rank_path: Path | None = Field(
+        default=None,
+        description="File of a trained lifetime rank (vllm-lifetime rank train), for placement by lachesis in place. None, or "
+        "one that cannot be used: sub-agents are ordered by expected size, and by what is learned while serving.",
+    )
     state_path: Path | None = Field(
         default=None,
         description="File in which what was learned while serving is kept across restarts. The data-parallel index is appended "
-        "where there are several. None: nowhere.",
+        "where there are several; the lifetime rank's is beside it, with .rank at its end. None: nowhere.",
     )
     record_path: Path | None = Field(
         default=None,

@@ -41,10 +41,12 @@ from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsEr
 from vllm_lifetime.connectors.lifetime.pace import Pace
 from vllm_lifetime.connectors.lifetime.prefetch import Prefetch
 from vllm_lifetime.connectors.lifetime.request_state import RequestState
+from vllm_lifetime.connectors.lifetime.spawn_ranks import SpawnRanks
 from vllm_lifetime.connectors.lifetime.wear_state import WearState
 from vllm_lifetime.conversations import MIN_SHARED_TOKENS
 from vllm_lifetime.lifecycle import Lifecycle
 from vllm_lifetime.policy.placement.contract import PlacementConfig, Tier
+from vllm_lifetime.policy.placement.lachesis import Lachesis
 from vllm_lifetime.policy.placement.registry import parse_placement
 from vllm_lifetime.policy.prefetch import PrefetchPlanner
 from vllm_lifetime.policy.retention import RetentionTable
@@ -125,6 +127,10 @@ class LifetimeScheduler:
         if options.policy.needs_scorer:
             state_path = engine_file_path(options.state_path, vllm_config)
             self.forecasting = Forecasting(options, self.lifecycle, self.recorder, state_path)
+        self.spawn_ranks: SpawnRanks | None = None
+        """None: nothing is placed by the order in which sub-agents return."""
+        if in_place is not None and options.placement == Lachesis.name:
+            self.spawn_ranks = SpawnRanks(self.lifecycle, options.rank_path, engine_file_path(options.state_path, vllm_config))
         self._trace = open_recorder(engine_file_path(options.record_path, vllm_config), layout.block_size_tokens)
         self.prefetch: Prefetch | None = None
         """None: no tier below HBM, or it is off."""
@@ -151,7 +157,14 @@ class LifetimeScheduler:
             placement = parse_placement(self.options.placement)
             config = PlacementConfig(unknown_tier=Tier[self.options.placement_unknown.upper()])
             self.in_place = InPlacePool(
-                pool, plan.num_hbm_blocks, placement, config, plan.block_size_tokens, self._requests, self.recorder
+                pool,
+                plan.num_hbm_blocks,
+                placement,
+                config,
+                plan.block_size_tokens,
+                self._requests,
+                self.recorder,
+                score_of=None if self.spawn_ranks is None else self.spawn_ranks.score_of,
             )
         pool.listener = self
         self._hash_tokens = getattr(pool, "hash_block_size", None) or self._block_size
@@ -544,9 +557,8 @@ class LifetimeScheduler:
         if not self._acts_on_boundaries:
             reason = f"the eviction policy {self.options.eviction_policy} does not act on boundaries"
             return Outcome(message_id=event.message_id, status=OutcomeStatus.IGNORED, reason=reason)
-        if self.forecasting is None:
-            return self.lifecycle.apply(event)
-        return self.forecasting.apply(event)
+        act = self.lifecycle.apply if self.forecasting is None else self.forecasting.apply
+        return act(event) if self.spawn_ranks is None else self.spawn_ranks.apply(event, act)
 
     def want_step(self) -> None:
         """Let an idle engine step once, so that the metrics show what has changed."""
@@ -605,6 +617,8 @@ class LifetimeScheduler:
             self._trace.close()
         if self.forecasting is not None:
             self.forecasting.shutdown()
+        if self.spawn_ranks is not None:
+            self.spawn_ranks.shutdown()
 
 
 def _only_decodes(output: "SchedulerOutput") -> bool:

@@ -93,7 +93,10 @@ def test_known_lengths_count_like_those_of_texts() -> None:
 def test_the_signal_of_a_boundary() -> None:
     spawn = Spawn(instruction="do it", context="c", tools=("bash",), model="m", position=3)
     event = Boundary(message_id="1", kind=BoundaryKind.SUBAGENT_SPAWN, session_id="s", agent="coder", agent_id="a", spawn=spawn)
-    assert signal_of(event) == SpawnSignal("do it", "c", tools=("bash",), agent="coder", model="m", position=3)
+    assert signal_of(event) == SpawnSignal("do it", "c", 5, 1, tools=("bash",), agent="coder", model="m", position=3)
+    long = signal_of(event.model_copy(update={"spawn": Spawn(instruction="x" * 60_000, context="y" * 50_000)}))
+    whole = SpawnSignal("x" * 60_000, "y" * 50_000, agent="coder")
+    assert len(long.instruction or "") < 2000 and (features(long) == features(whole)).all()
     assert signal_of(event.model_copy(update={"spawn": None})) == SpawnSignal(agent="coder")
 
 

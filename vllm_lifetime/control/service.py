@@ -66,8 +66,9 @@ MAX_WAITING_EVENTS = 10_000
 """Most events that wait for a call to the engines."""
 
 SPACING_S = 0.05
-"""Seconds from one call with events that nobody waits for to the next, where nothing can overtake them by it: see `hurry`. At 1,000 events per second, calls of 10 would take the
-thread that schedules half as long again as calls of 50: each begins with cold caches."""
+"""Seconds from one call with events that nobody waits for to the next, where nothing can overtake them by it: see `hurry`. At
+1,000 events per second, calls of 10 would take the thread that schedules half as long again as calls of 50: each begins with cold
+caches."""
 
 
 class _Outcomes(BaseModel):

@@ -51,13 +51,16 @@ _MAX_COUNT = 1 << 40
 
 
 def signal_of(event: Boundary) -> SpawnSignal:
-    """The signal of a `subagent_spawn`, with or without a spawn record."""
+    """The signal of a `subagent_spawn`, with or without a spawn record; of its texts, their heads and lengths."""
     spawn = event.spawn
     if spawn is None:
         return SpawnSignal(agent=event.agent)
+    instruction, context = spawn.instruction, spawn.context
     return SpawnSignal(
-        instruction=spawn.instruction,
-        context=spawn.context,
+        instruction=None if instruction is None else instruction[:MAX_INSTRUCTION_CHARS],
+        context=None if context is None else context[:MAX_CONTEXT_CHARS],
+        instruction_chars=None if instruction is None else len(instruction),
+        context_chars=None if context is None else len(context),
         tools=spawn.tools,
         agent=event.agent,
         model=spawn.model,
@@ -99,9 +102,9 @@ def features(signal: SpawnSignal) -> NDArray[np.float64]:
 
 
 def _num_chars(text: str | None, chars: int | None) -> int | None:
-    if text is not None:
-        return len(text)
-    return None if chars is None else _bounded(chars)
+    if chars is not None:
+        return _bounded(chars)
+    return None if text is None else len(text)
 
 
 def _bounded(count: int) -> int:

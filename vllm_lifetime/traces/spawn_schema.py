@@ -10,7 +10,7 @@ __all__ = ["SpawnSample", "SpawnSignal"]
 class SpawnSignal:
     """A worker's spawn signal (Lachesis section 3.5): what the harness built it from, and where in the session. None: not known.
 
-    Traces without text know the lengths only; where the text is known, its own length counts.
+    Traces without text know the lengths only. Where both are known, the text may be the head of a longer one.
     """
 
     instruction: str | None = None
