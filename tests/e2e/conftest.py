@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16")
 
 ORDER = (
     *("without_metadata", "request_naming"),  # one server
-    *("boundaries", "dashboard", "retirement", "same_tokens"),  # another; the last goes on to one in bfloat16
+    *("boundaries", "bench", "dashboard", "retirement", "same_tokens"),  # another; the last goes on to one in bfloat16
     "scorer",
     *("device_faults", "data_parallel"),
     *("restart", "wear", "harness", "refusals", "hidden_states", "in_place"),  # each waits for what was done ahead

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_lifetime.cli import analyze, control, hooks, predict, rank, record, replay, serve, simulate, top, version, wear
+from vllm_lifetime.cli import analyze, bench, control, hooks, predict, rank, record, replay, serve, simulate, top, version, wear
 
 app = typer.Typer(
     name="vllm-lifetime",
@@ -27,6 +27,7 @@ predict.add_to(app)
 rank.add_to(app)
 record.add_to(app)
 replay.add_to(app)
+bench.add_to(app)
 simulate.add_to(app)
 analyze.add_to(app)
 version.add_to(app)
