@@ -14,9 +14,7 @@ LOOP = [AgentWorkflow("t", ("a", "b", "b", "a", "c"))]
 def test_each_step_is_counted_directly() -> None:
     markov = MarkovPredictor.train(LOOP, ["a", "b", "c"], order=1, blend=False)
     # After b: b, a. Two after b: a, c. Three after b: c, END.
-    np.testing.assert_allclose(
-        markov.predict(["a", "b"]).probabilities, [[0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0], [0, 0, 0.5, 0.5]]
-    )
+    np.testing.assert_allclose(markov.predict(["a", "b"]).probabilities, [[0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0], [0, 0, 0.5, 0.5]])
 
 
 def test_what_follows_the_end_is_not_counted() -> None:

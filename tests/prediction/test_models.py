@@ -188,5 +188,3 @@ def test_where_the_hidden_state_decides_the_semantic_stream_finds_out(name: str)
     assert without.accuracy_mean[0] < 0.8
     assert with_it.accuracy_mean[0] > 0.93
     assert with_it.accuracy_mean[0] > without.accuracy_mean[0] + 0.15
-
-

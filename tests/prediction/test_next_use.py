@@ -245,12 +245,20 @@ def test_a_slow_session_is_expected_later() -> None:
     model = NextUseModel()
     slow = Pace()
     for _ in range(20):
-        slow.observe(TURN_END, 4 * model.median_s(TURN_END), model.median_s(TURN_END))
-    assert 2.0 < slow.of(TURN_END) < 4.0
-    assert slow.of(TOOL_CALL) == 1.0
-    pace = slow.of(TURN_END)
-    assert model.reuse_discount(TURN_END, 10.0, 300.0, pace) < model.reuse_discount(TURN_END, 10.0, 300.0)
-    assert model.expected_remaining_s(TURN_END, 10.0, pace) > model.expected_remaining_s(TURN_END, 10.0)
+        slow.observe(TOOL_CALL, 4 * model.median_s(TOOL_CALL), model.median_s(TOOL_CALL))
+    pace = slow.of(TOOL_CALL)
+    assert 2.0 < pace < 4.0
+    assert model.reuse_discount(TOOL_CALL, 1.0, 300.0, pace) < model.reuse_discount(TOOL_CALL, 1.0, 300.0)
+    assert model.expected_remaining_s(TOOL_CALL, 1.0, pace) > model.expected_remaining_s(TOOL_CALL, 1.0)
+
+
+def test_a_user_who_answers_at_once_is_gone_for_lunch_as_long_as_others() -> None:
+    """The next turn of one who has been quick was given up after a minute, as if no one were to come back."""
+    quick = Pace()
+    for _ in range(20):
+        quick.observe(TURN_END, 2.0, 188.0)
+    assert quick.of(TURN_END) == 1.0
+    assert quick.of(TOOL_CALL) == 1.0
 
 
 @given(st.lists(st.tuples(states, times_s, st.floats(0.0, 1e6)), max_size=30), states)

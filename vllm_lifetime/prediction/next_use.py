@@ -12,8 +12,8 @@ own, and its hazards lean on those of the state one less specific with the weigh
 state that was seen often at short waits and hardly ever at long ones is its own at the former and like its kind at the latter.
 The least specific one leans on a prior, so that there is an estimate from the first pause on. Old counts fade (`MEMORY_PAUSES`).
 
-Sessions differ beyond that: one's tool calls, or its user, are always slower than another's. `pace` (`pace.py`) stretches the law
-of a state for one session.
+Sessions differ beyond that: one's tool calls are always slower than another's. `pace` (`pace.py`) stretches the law of a state
+for one session.
 
 Scheduler thread, or the simulator's; one per engine. No IO, no locks, deterministic. docs/next-use.md has what it is worth.
 """

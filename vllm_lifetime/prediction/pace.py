@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How slow one session is: how many times longer its pauses are than those of others in the same state.
+"""How slow one session's tools are: how many times longer its pauses are than those of others in the same state.
 
-A few numbers per session, kept by whoever knows the session; `NextUseModel` takes the result. Waiting for a tool and waiting for
-the user are two different things of a session, so there is a pace for each. Scheduler thread or simulator; O(1) everything.
+Two numbers per session, kept by whoever knows the session; `NextUseModel` takes the result. Only tool calls have one: a session
+waits for its user seldom, and how long a user was away says little of the next time. One who answers at once is gone for lunch as
+long as others are; a pace would change that, too. Scheduler thread or simulator; O(1) everything.
 """
 
 import math
@@ -25,22 +26,22 @@ LIMIT = math.log(16.0)
 
 
 class Pace:
-    """Paces of one session: geometric means of (pause / usual median), leaning on 1."""
+    """Pace of one session: the geometric mean of (pause / usual median), leaning on 1."""
 
     __slots__ = ("_logs", "_weights")
 
     def __init__(self) -> None:
-        self._logs = [0.0, 0.0]
-        self._weights = [0.0, 0.0]
+        self._logs = 0.0
+        self._weights = 0.0
 
     def observe(self, state: PauseState, gap_s: float, median_s: float) -> None:
         """A pause in `state`, which usually takes `median_s` (`NextUseModel.median_s`), has taken `gap_s`."""
-        which = int(bool(state.turn_is_over))
+        if state.turn_is_over:
+            return
         log = math.log(max(SHORTEST_S, gap_s) / max(SHORTEST_S, median_s))
-        self._logs[which] = KEEP * self._logs[which] + max(-LIMIT, min(LIMIT, log))
-        self._weights[which] = KEEP * self._weights[which] + 1.0
+        self._logs = KEEP * self._logs + max(-LIMIT, min(LIMIT, log))
+        self._weights = KEEP * self._weights + 1.0
 
     def of(self, state: PauseState) -> float:
         """How many times longer than usual this session's pauses in `state` are. 1 before the first; within [1/16, 16]."""
-        which = int(bool(state.turn_is_over))
-        return math.exp(self._logs[which] / (self._weights[which] + PRIOR_PAUSES))
+        return 1.0 if state.turn_is_over else math.exp(self._logs / (self._weights + PRIOR_PAUSES))
