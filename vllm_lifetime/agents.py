@@ -26,7 +26,7 @@ from vllm_lifetime.segments import Segment, SegmentTable
 if TYPE_CHECKING:
     from vllm_lifetime.sessions import Lease
 
-__all__ = ["Agent", "Continuation", "Reading", "TurnMemory", "common_length"]
+__all__ = ["Agent", "Continuation", "Reading", "TurnMemory", "common_length", "subagent_class"]
 
 _REVIEWER = re.compile(r"review|critic|judge|verif|evaluat|grader", re.IGNORECASE)
 """Roles of sub-agents whose class is `reviewer`: they read a worker's result and do not delegate further."""
@@ -110,6 +110,11 @@ class TurnMemory:
     def keeps(self, role: str | None) -> bool:
         """Whether turns of `role` keep their reasoning: as last seen, in the role or else in any, and no if nothing was."""
         return self._keeps.get(role, self._keeps.get(None, False))
+
+
+def subagent_class(role: str) -> SegmentClass:
+    """`reviewer` for roles that read a worker's result and judge it, else `worker` (Lachesis section 3.4)."""
+    return SegmentClass.REVIEWER if _REVIEWER.search(role) else SegmentClass.WORKER
 
 
 def common_length(history: Sequence[int], hashes: Sequence[bytes]) -> int:
@@ -396,7 +401,7 @@ class Agent:
 
     def _base_class(self) -> SegmentClass:
         if self.is_subagent:
-            return SegmentClass.REVIEWER if _REVIEWER.search(self.role or self.name or "") else SegmentClass.WORKER
+            return subagent_class(self.role or self.name or "")
         return SegmentClass.LEAD if self.has_children else SegmentClass.REASONING_STRIPPED
 
     def _learn(self, keeps: bool, memory: TurnMemory) -> None:

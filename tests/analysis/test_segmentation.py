@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 
 from tests.analysis.analysis_testing import ask, delegating, stripping, trace_of
-from vllm_lifetime import agents
-from vllm_lifetime.analysis import segmentation
 from vllm_lifetime.analysis.clock import Delays, reference_times, trace_times
-from vllm_lifetime.analysis.segmentation import Segment, session_segments, subagent_class
+from vllm_lifetime.analysis.segmentation import Segment, session_segments
 from vllm_lifetime.analysis.structure import read_structure
 from vllm_lifetime.analysis.writes import BlockTable
 from vllm_lifetime.boundaries import BoundaryKind, SegmentClass
@@ -97,10 +95,3 @@ def test_what_is_shared_has_tokens_and_no_lifetime() -> None:
     shared = segments_of(stripping(), other)[0]
     assert (shared.segment_class, shared.written_tokens, shared.lifetime_s) == (SegmentClass.SHARED, 2, None)
     assert shared.reads_per_write is None
-
-
-def test_roles_are_classed_as_the_server_classes_them() -> None:
-    assert segmentation._REVIEWER.pattern == agents._REVIEWER.pattern
-    assert segmentation._REVIEWER.flags == agents._REVIEWER.flags
-    assert subagent_class("superpowers:code-reviewer") is SegmentClass.REVIEWER
-    assert subagent_class("Explore") is SegmentClass.WORKER

@@ -10,20 +10,17 @@ No harness records segments. As in the paper they are recovered from which reque
 - what several sessions read is `shared`: it outlives its session, so it has tokens but no lifetime.
 """
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from vllm_lifetime.agents import subagent_class
 from vllm_lifetime.analysis.clock import Times
 from vllm_lifetime.analysis.structure import AgentRequests, SessionStructure
 from vllm_lifetime.analysis.writes import SessionWrites, Write
 from vllm_lifetime.boundaries import BoundaryKind, SegmentClass
 
-__all__ = ["Segment", "session_segments", "subagent_class"]
-
-_REVIEWER = re.compile(r"review|critic|judge|verif|evaluat|grader", re.IGNORECASE)
-"""The server's rule (`vllm_lifetime/agents.py`); a test holds the two equal."""
+__all__ = ["Segment", "session_segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +48,6 @@ class Segment:
     def reads_per_write(self) -> float | None:
         """rho_R/W of Eq. 3."""
         return self.read_tokens / self.written_tokens if self.read_tokens is not None and self.written_tokens else None
-
-
-def subagent_class(role: str) -> SegmentClass:
-    """`reviewer` for roles that read a worker's result and judge it, else `worker` (Lachesis 3.4)."""
-    return SegmentClass.REVIEWER if _REVIEWER.search(role) else SegmentClass.WORKER
 
 
 @dataclass(slots=True)
