@@ -41,8 +41,10 @@ class PredictorFile(NamedTuple):
 
 
 def write_predictor_file(path: str | Path, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write the file as a whole or not at all. Raises `OSError`."""
-    path = Path(path)
+    """Write the file as a whole or not at all. Raises `OSError`, also where something stands that is no regular file."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file: a predictor is not written over it.")
     full = {**header, "format": FORMAT, "version": FORMAT_VERSION, "checksum": _checksum(header, arrays)}
     text = np.frombuffer(json.dumps(full, ensure_ascii=False).encode(), dtype=np.uint8)
     # Not by `mkstemp`, whose files only their owner may read: the server may run as somebody else.
