@@ -67,7 +67,7 @@ def test_the_table_and_its_json(tmp_path: Path, workflows: Path) -> None:
         (("evaluate", "absent.jsonl"), "absent.jsonl: cannot be read"),
         (("train", "{w}", "--out", "{dir}/p.npz", "--format", "csv"), "unknown format 'csv'"),
         (("train", "{w}", "--out", "{dir}/p.npz", "--hidden-states", "{w}"), "cannot be read as .npz"),
-        (("train", "{w}", "--out", "{dir}/absent/p.npz", "--model", "markov-1"), "No such file or directory"),
+        (("train", "{w}", "--out", "{dir}/absent/p.npz", "--model", "markov-1"), "there is no folder"),
         (("train", "{w}", "--out", "{dir}/p.npz", "--model", "knn-5"), "only for comparison"),
         (("train", "{w}", "--out", "{dir}/p.npz", "--model", "gpt"), "'gpt' is unknown"),
         (("evaluate", "{w}", "--models", "markov-1,gpt"), "unknown: gpt;"),

@@ -22,6 +22,8 @@ def ahead(num_starts: int) -> Callable[[Piece], Any]:
 
     def make_fixture(piece: Piece) -> Any:
         name = piece.__name__
+        if name in _pieces and _pieces[name][1].__module__ != piece.__module__:
+            raise ValueError(f"two files have a piece called {name}: one of them would get the other's")
         _pieces[name] = (num_starts, piece)
 
         @pytest.fixture(scope="module", name=name)

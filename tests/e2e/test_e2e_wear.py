@@ -48,7 +48,7 @@ class History:
 
 
 @ahead(num_starts=2)
-def history(servers: Servers, _: pytest.TempPathFactory) -> History:
+def wear_history(servers: Servers, _: pytest.TempPathFactory) -> History:
     """The two servers' lives."""
     directory = servers.directory()
     path = directory / "flash.kv"
@@ -121,32 +121,32 @@ def _family(pid: int) -> Iterator[int]:
             yield from _family(int(child))
 
 
-def test_the_ledger_has_what_the_kernel_counted(history: History) -> None:
+def test_the_ledger_has_what_the_kernel_counted(wear_history: History) -> None:
     """Every page of KV is there, and what the ledger counts beside them is not less than what was written."""
-    payload = history.served["payload_bytes"]
+    payload = wear_history.served["payload_bytes"]
     assert payload >= 60 * BLOCK
-    by_class = history.served["written_bytes"]
+    by_class = wear_history.served["written_bytes"]
     assert sum(length for name, reasons in by_class.items() if name != "overhead" for length in reasons.values()) == payload
     assert by_class["lead"]["demotion"] > 0.8 * payload
-    if history.kernel_bytes is None:
+    if wear_history.kernel_bytes is None:
         pytest.skip("this system does not say what a process has written")
-    if history.kernel_bytes < 4096:
+    if wear_history.kernel_bytes < 4096:
         pytest.skip("the flash file's file system does not count writes (memory, network)")
-    print(f"KV {payload}, ledger {history.ledger_bytes} (whole pages), kernel {history.kernel_bytes} bytes")
-    assert payload <= history.kernel_bytes
+    print(f"KV {payload}, ledger {wear_history.ledger_bytes} (whole pages), kernel {wear_history.kernel_bytes} bytes")
+    assert payload <= wear_history.kernel_bytes
     # The server writes a little beside: caches, and the ledger's pages more often than the kernel dirties them.
-    assert history.kernel_bytes <= 1.1 * history.ledger_bytes + (1 << 20)
-    assert history.ledger_bytes <= 1.25 * history.kernel_bytes
+    assert wear_history.kernel_bytes <= 1.1 * wear_history.ledger_bytes + (1 << 20)
+    assert wear_history.ledger_bytes <= 1.25 * wear_history.kernel_bytes
 
 
-def test_no_block_is_lost_from_the_count_by_kill_9(history: History) -> None:
+def test_no_block_is_lost_from_the_count_by_kill_9(wear_history: History) -> None:
     """The restart finds in the flash file what was written after the last flush; what was in flight may count or not."""
-    payload = history.after_restart["payload_bytes"]
-    records = history.records_after_kill * BLOCK
-    print(f"records {records}, flushed {history.flushed_payload_bytes}, after the restart {payload} bytes of KV")
+    payload = wear_history.after_restart["payload_bytes"]
+    records = wear_history.records_after_kill * BLOCK
+    print(f"records {records}, flushed {wear_history.flushed_payload_bytes}, after the restart {payload} bytes of KV")
     assert records <= payload <= records + IO_THREADS * BLOCK
-    assert history.flushed_payload_bytes <= payload
-    found = history.after_restart["written_bytes"].get("unknown", {}).get("unrecorded", 0)
-    assert payload - history.flushed_payload_bytes == found
-    assert history.after_restart["wear_id"] == history.served["wear_id"]
-    assert history.after_restart["cycles"]["max"] > 0
+    assert wear_history.flushed_payload_bytes <= payload
+    found = wear_history.after_restart["written_bytes"].get("unknown", {}).get("unrecorded", 0)
+    assert payload - wear_history.flushed_payload_bytes == found
+    assert wear_history.after_restart["wear_id"] == wear_history.served["wear_id"]
+    assert wear_history.after_restart["cycles"]["max"] > 0

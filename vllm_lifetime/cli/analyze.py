@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.outputs import check_outputs
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -63,8 +65,7 @@ def analyze(
     try:
         if delays not in ("trace", "paper"):
             raise ValueError(f"--delays is `trace` or `paper`; this is {delays!r}")
-        if json is not None and not json.parent.is_dir():
-            raise ValueError(f"there is no folder {str(json.parent)!r} to write {json.name} to")
+        check_outputs([json], [path])
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         errors = Console(stderr=True)
         with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:

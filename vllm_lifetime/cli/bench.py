@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_lifetime.cli.outputs import check_outputs
+
 if TYPE_CHECKING:
     from vllm_lifetime.bench.run import Outcome
 
@@ -62,7 +64,7 @@ def bench(
     vocabulary_size: Annotated[int, typer.Option(min=2, help="Token ids in prompts are below this.")] = 1000,
     seed: Annotated[int, typer.Option(help="For the tokens; a server whose cache is warm from a run needs another one.")] = 0,
     request_timeout_s: Annotated[float, typer.Option(metavar="SECONDS", min=0.001, help="For one request, to its end.")] = 600.0,
-    time_limit_s: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.001, help="For the whole run.")] = None,
+    time_limit_s: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.001, help="For the run, from its first request on.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate and latencies into this .png; needs matplotlib.")] = None,
 ) -> None:
@@ -83,7 +85,9 @@ def bench(
     from vllm_lifetime.traces.read import read_trace
 
     try:
-        _check_targets(json, plot)
+        check_outputs([json, plot], [path])
+        if plot is not None:
+            import matplotlib  # noqa: F401  found out before the run
         plan = make_plan(
             read_trace(path, format),
             tokens_per_block=tokens_per_block,
@@ -114,15 +118,6 @@ def bench(
     if failure is not None:
         typer.echo(f"Error: {failure}", err=True)
         raise typer.Exit(INTERRUPTED if was_interrupted else FAILED)
-
-
-def _check_targets(json: Path | None, plot: Path | None) -> None:
-    """Find out before the run what would fail after it. Raises ValueError, ImportError."""
-    for target in (json, plot):
-        if target is not None and not target.parent.is_dir():
-            raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name} to")
-    if plot is not None:
-        import matplotlib  # noqa: F401
 
 
 def _tell(outcome: Outcome, name: str, num_sessions: int, settings: dict[str, Any], json: Path | None, plot: Path | None) -> None:

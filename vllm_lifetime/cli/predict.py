@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from vllm_lifetime.cli.outputs import check_outputs
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -56,6 +58,7 @@ def train(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    _check(out, path, hidden_states)
     workflows, hidden = _read(path, format, hidden_states)
     _need_training_libraries()
     from vllm_lifetime.prediction.evaluation import score_predictor
@@ -106,6 +109,7 @@ def evaluate(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    _check(json_file, path, hidden_states)
     workflows, hidden = _read(path, format, hidden_states)
     _need_training_libraries()
     from vllm_lifetime.prediction.evaluation import evaluate as measure_all
@@ -143,6 +147,13 @@ def evaluate(
     console.print(_table(done, horizon, seeds))
     if json_file is not None:
         typer.echo(f"Wrote {json_file}")
+
+
+def _check(output: Path | None, *sources: Path | None) -> None:
+    try:
+        check_outputs([output], sources)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
 
 
 def _read(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from vllm_lifetime.cli.outputs import check_outputs
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -50,6 +52,7 @@ def train(
     """Train on all sub-agents of a trace, and write one file for the server."""
     from rich.console import Console
 
+    _check([out], path)
     samples = _read(path, format)
     _need_scikit_learn()
     from vllm_lifetime.prediction.lifetime_rank import save_base
@@ -85,6 +88,7 @@ def evaluate(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    _check([json_file, plot], path)
     made_up = _generate(generated, tau) if path is None and generated is not None else None
     samples: Sequence[SpawnSample]
     if made_up is not None:
@@ -94,9 +98,6 @@ def evaluate(
     else:
         _fail("give either a TRACE with its --format, or --generated N")
     _need_scikit_learn()
-    for target in (json_file, plot):
-        if target is not None and not target.absolute().parent.is_dir():
-            _fail(f"there is no folder {str(target.parent)!r} to write {target.name} to")
     from vllm_lifetime.prediction.rank_evaluation import RANKERS, evaluate_ranks, plot_ranks
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -132,6 +133,13 @@ def evaluate(
         _fail(str(error))
     except ImportError as error:
         _fail(f"--plot needs matplotlib, which is not installed ({error}). Try: pip install matplotlib")
+
+
+def _check(outputs: Sequence[Path | None], source: Path | None) -> None:
+    try:
+        check_outputs(outputs, [source])
+    except (OSError, ValueError) as error:
+        _fail(str(error))
 
 
 def _read(path: Path, format: str) -> list[SpawnSample]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from vllm_lifetime.cli.outputs import check_outputs
+
 if TYPE_CHECKING:
     from vllm_lifetime.traces.schema import Trace
 
@@ -73,7 +75,7 @@ def replay(
         concurrency = concurrency or (own.concurrency if own else DEFAULT_CONCURRENCY)
         capacity = capacity or (str(own.capacity) if own else DEFAULT_CAPACITY)
         fractions = [_fraction(text) for text in capacity.split(",")]
-        _check_targets(json, plot)
+        check_outputs([json, plot], [path, predictor])
         trace = _trace(path, format, own and own.name, workflows or WORKFLOWS_PER_SLOT * concurrency, seed)
         models = Models()
         if predictor is not None:
@@ -157,7 +159,7 @@ def replay_sweep(
             seeds=seeds,
             variant=Variant(has_host=True, rho=rho),
         )
-        _check_targets(json, plot)
+        check_outputs([json, plot])
         rows = sweep(what, processes)
         table = Table("policy", *(f"{vary} {value}" for value in what.values))
         for policy in what.policies:
@@ -186,12 +188,6 @@ def _policies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
         if name not in known:
             raise ValueError(f"unknown policy {name!r}; the policies are {', '.join(known)}")
     return names
-
-
-def _check_targets(*targets: Path | None) -> None:
-    for target in targets:
-        if target is not None and not target.parent.is_dir():
-            raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name} to")
 
 
 class _Own(NamedTuple):
