@@ -110,6 +110,7 @@ def test_a_signal_loses_the_results(trace_file: Path, tmp_path: Path, number: si
     program = "import typer; from vllm_lifetime.cli import bench; app = typer.Typer(); bench.add_to(app); app()"
     with ScriptedServer(lambda n: "hang" if n >= 4 else "ok") as server:
         arguments = [str(trace_file), "--format", "jsonl", "--base-url", server.url, "--json", str(report_file)]
+        arguments += ["--concurrency", "1"]  # the fifth request is sent when the four before it have been served
         process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
             stdout=subprocess.DEVNULL,
