@@ -97,13 +97,16 @@ class Lifecycle:
         self._idle: OrderedDict[Agent, None] = OrderedDict()
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._messages: OrderedDict[str, OutcomeStatus] = OrderedDict()
-        self._actions: dict[BoundaryKind, Callable[[Boundary, Session | None, float], Outcome]] = {
+        self._opening: dict[BoundaryKind, Callable[[Boundary, Session | None, float], Outcome]] = {
             BoundaryKind.SESSION_START: self._start_session,
-            BoundaryKind.TURN_END: self._end_turn,
             BoundaryKind.SUBAGENT_SPAWN: self._spawn,
+            BoundaryKind.WORKFLOW_END: self._end_workflow,
+        }
+        """What may be about a session that is not known, or about none."""
+        self._within: dict[BoundaryKind, Callable[[Boundary, Session, float], Outcome]] = {
+            BoundaryKind.TURN_END: self._end_turn,
             BoundaryKind.SUBAGENT_RETURN: self._return,
             BoundaryKind.COMPACTION: self._compact,
-            BoundaryKind.WORKFLOW_END: self._end_workflow,
             BoundaryKind.SESSION_END: self._end_session,
         }
         self.num_expired = 0
@@ -218,7 +221,12 @@ class Lifecycle:
             return _ignored(event, late)
         if session is not None:
             session.last_boundary, session.last_boundary_at, session.last_active = event.kind, now, now
-        return self._actions[event.kind](event, session, now)
+        opening = self._opening.get(event.kind)
+        if opening is not None:
+            return opening(event, session, now)
+        if session is None:
+            return _ignored(event, f"session {event.session_id!r} holds nothing here")
+        return self._within[event.kind](event, session, now)
 
     def _reason_if_late(self, event: Boundary, session: Session | None) -> str | None:
         if session is None:
@@ -246,9 +254,7 @@ class Lifecycle:
         session.opened_sent_at_s = event.sent_at_s if event.sent_at_s is not None else session.opened_sent_at_s
         return Outcome(message_id=event.message_id, status=_ACCEPTED)
 
-    def _end_session(self, event: Boundary, session: Session | None, now: float) -> Outcome:
-        if session is None:
-            return _holds_nothing(event)
+    def _end_session(self, event: Boundary, session: Session, now: float) -> Outcome:
         outcome = self._end_agents(event, session.agents)
         self._remember_end(session, event.sent_at_s, now)
         return outcome
@@ -279,9 +285,7 @@ class Lifecycle:
         self._mark_lead(lease, event.parent_agent_id)
         return Outcome(message_id=event.message_id, status=_ACCEPTED)
 
-    def _end_turn(self, event: Boundary, session: Session | None, _now: float) -> Outcome:
-        if session is None:
-            return _holds_nothing(event)
+    def _end_turn(self, event: Boundary, session: Session, _now: float) -> Outcome:
         agents = self._agents_of(event, session)
         timely = [agent for agent in agents if not self._is_late_turn_end(event, agent)]
         if not timely:
@@ -298,9 +302,7 @@ class Lifecycle:
             return False
         return agent.num_turns > 1 or (agent.num_turns == 1 and agent.lease.session.generation > 0)
 
-    def _return(self, event: Boundary, session: Session | None, _now: float) -> Outcome:
-        if session is None:
-            return _holds_nothing(event)
+    def _return(self, event: Boundary, session: Session, _now: float) -> Outcome:
         name = event.agent_id or event.agent
         if name is None:
             return _ignored(event, "subagent_return names neither agent_id nor agent")
@@ -309,9 +311,7 @@ class Lifecycle:
             return _ignored(event, f"agent {name!r} holds nothing here")
         return self._end_agents(event, agents)
 
-    def _compact(self, event: Boundary, session: Session | None, now: float) -> Outcome:
-        if session is None:
-            return _holds_nothing(event)
+    def _compact(self, event: Boundary, session: Session, now: float) -> Outcome:
         agents = self._agents_of(event, session)
         if not agents:
             return _ignored(event, "no agent of that name is here")
@@ -526,10 +526,6 @@ def _is_after(sent_at_s: float | None, opened_sent_at_s: float | None) -> bool:
 
 def _ignored(event: Boundary, reason: str) -> Outcome:
     return Outcome(message_id=event.message_id, status=OutcomeStatus.IGNORED, reason=reason)
-
-
-def _holds_nothing(event: Boundary) -> Outcome:
-    return _ignored(event, f"session {event.session_id!r} holds nothing here")
 
 
 def _discard(index: dict[str, set[Lease]], key: str, lease: Lease) -> None:

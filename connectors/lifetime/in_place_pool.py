@@ -17,9 +17,9 @@ from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
 from vllm_lifetime.connectors.lifetime.request_state import RequestState
 from vllm_lifetime.policy.placement.contract import PlacedSegment, Placement, PlacementConfig, Tier
-from vllm_lifetime.pool.access import HBM_TIER, TIER_NAMES
+from vllm_lifetime.pool.access import FLASH_TIER, HBM_TIER, TIER_NAMES
 from vllm_lifetime.pool.runs import Reader
-from vllm_lifetime.pool.tiered import FLASH_TIER, TieredFreeList
+from vllm_lifetime.pool.tiered import TieredFreeList
 from vllm_lifetime.pool.tiers import TierUsage
 from vllm_lifetime.segments import Segment
 

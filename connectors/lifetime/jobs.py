@@ -11,16 +11,13 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_lifetime.boundaries import SegmentClass
 from vllm_lifetime.connectors.lifetime.metadata import Demotion, JobResult, Load, Store
+from vllm_lifetime.pool.access import FLASH_TIER
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import Run
 from vllm_lifetime.pool.tiers import Slot, SlotTier
 from vllm_lifetime.segments import class_of_run
 
-__all__ = ["FLASH", "HOST", "LoadJob", "StoreJob", "TransferJobs"]
-
-HOST = 1
-FLASH = 2
-"""Numbers of the tiers in `Run.num_blocks`."""
+__all__ = ["LoadJob", "StoreJob", "TransferJobs"]
 
 FRESH_S = 2.0
 """A transfer younger than this keeps an idle engine stepping, so that its end is noticed."""
@@ -47,7 +44,7 @@ class StoreJob:
     def store_order(self) -> Store:
         """The order for the workers, from HBM."""
         slots = [slot.block_id for slot in self.slots]
-        if self.target.tier != FLASH:
+        if self.target.tier != FLASH_TIER:
             return Store(self.job_id, self.block_ids, slots)
         return Store(self.job_id, self.block_ids, slots, self.keys, self.classes)
 
@@ -182,7 +179,7 @@ class TransferJobs:
             job.num_tokens.append(block.block_hash_num_tokens or 0)
             job.block_ids.append(block.block_id)
             self.storing_blocks[block.block_id] = job.job_id
-        if target.tier == FLASH:
+        if target.tier == FLASH_TIER:
             job.classes = _classes_of([hbm.run_of[block_id] for block_id in job.block_ids])
         self._started(job, now)
         return job

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast this engine is: what its steps and transfers take, measured. EngineCore process, scheduler thread. O(1) per step."""
 
-from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob
+from vllm_lifetime.connectors.lifetime.jobs import LoadJob
 from vllm_lifetime.policy.cost import LoadPolicy
 from vllm_lifetime.policy.prefetch import TransferRates
+from vllm_lifetime.pool.access import FLASH_TIER, HOST_TIER
 
 __all__ = ["Pace"]
 
@@ -61,6 +62,6 @@ class Pace:
         # A late one took at least this long; how long, nobody waited to see.
         seconds = max(job.result.seconds, self._deadline_s) if is_late else job.result.seconds
         num_blocks = len(job.host) + len(job.flash)
-        self.rates.observe_transfer(FLASH if job.flash else HOST, num_blocks, seconds)
+        self.rates.observe_transfer(FLASH_TIER if job.flash else HOST_TIER, num_blocks, seconds)
         if job.request_id is not None:
             self.load_policy.observe_load("flash" if job.flash else "host", num_blocks * self._block_bytes, seconds)

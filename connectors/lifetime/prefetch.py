@@ -17,10 +17,11 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
-from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, TransferJobs
+from vllm_lifetime.connectors.lifetime.jobs import LoadJob, TransferJobs
 from vllm_lifetime.connectors.lifetime.metadata import LifetimeMetadata
 from vllm_lifetime.policy.backoff import Backoff
 from vllm_lifetime.policy.prefetch import PrefetchBudget, PrefetchPlanner, TransferRates
+from vllm_lifetime.pool.access import FLASH_TIER, HOST_TIER
 from vllm_lifetime.pool.runs import Run
 from vllm_lifetime.pool.tiers import Slot, SlotTier
 from vllm_lifetime.segments import SegmentTable
@@ -124,8 +125,8 @@ class Prefetch:
             self._may_find_something = False
 
     def _start(self, chosen: list[tuple[int, Slot]], now: float) -> LoadJob:
-        host = [slot for tier, slot in chosen if tier == HOST]
-        flash = [slot for tier, slot in chosen if tier == FLASH]
+        host = [slot for tier, slot in chosen if tier == HOST_TIER]
+        flash = [slot for tier, slot in chosen if tier == FLASH_TIER]
         # First: it may hand out blocks that are being copied down, whose slots are held already.
         self._blocks = self._pool.lend(len(chosen))
         ids = [block.block_id for block in self._blocks]

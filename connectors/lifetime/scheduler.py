@@ -26,7 +26,7 @@ from vllm_lifetime.connectors.lifetime.forecasting import Forecasting
 from vllm_lifetime.connectors.lifetime.gauges import Gauges
 from vllm_lifetime.connectors.lifetime.in_place import InPlacePlan
 from vllm_lifetime.connectors.lifetime.in_place_pool import InPlacePool
-from vllm_lifetime.connectors.lifetime.jobs import FLASH, HOST, LoadJob, StoreJob, TransferJobs
+from vllm_lifetime.connectors.lifetime.jobs import LoadJob, StoreJob, TransferJobs
 from vllm_lifetime.connectors.lifetime.layout import KVLayout
 from vllm_lifetime.connectors.lifetime.loads import Loads
 from vllm_lifetime.connectors.lifetime.metadata import (
@@ -50,7 +50,7 @@ from vllm_lifetime.policy.placement.lachesis import Lachesis
 from vllm_lifetime.policy.placement.registry import parse_placement
 from vllm_lifetime.policy.prefetch import PrefetchPlanner
 from vllm_lifetime.policy.retention import RetentionTable
-from vllm_lifetime.pool.access import HBM_TIER, AccessTable
+from vllm_lifetime.pool.access import FLASH_TIER, HOST_TIER, AccessTable
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import Rank, Reader, Run
 from vllm_lifetime.pool.tiered import CoveredTier
@@ -100,8 +100,8 @@ class LifetimeScheduler:
                 f"host_bytes = {options.host_bytes} is less than one KV block of this model, {layout.block_bytes} bytes. "
                 "Raise it, or set it to 0 for no host tier."
             )
-        self.host = SlotTier("host", HOST, num_host_slots, self._on_slot_evicted)
-        self.flash = SlotTier("flash", FLASH, 0, self._on_slot_evicted)
+        self.host = SlotTier("host", HOST_TIER, num_host_slots, self._on_slot_evicted)
+        self.flash = SlotTier("flash", FLASH_TIER, 0, self._on_slot_evicted)
         self.jobs = TransferJobs(self.host, self.flash, self._run_of_block, self._world_size)
         self.lifecycle = Lifecycle(
             self._end_reader,
@@ -174,7 +174,7 @@ class LifetimeScheduler:
     def bind_flash(self, reports: Sequence[FlashReport]) -> None:
         """The workers' flash devices are open: as many slots as all of them have, holding what survived on all of them (R9)."""
         num_slots = min(report.num_slots for report in reports)
-        self.flash = SlotTier("flash", FLASH, num_slots, self._on_slot_evicted)
+        self.flash = SlotTier("flash", FLASH_TIER, num_slots, self._on_slot_evicted)
         self.jobs = TransferJobs(self.host, self.flash, self._run_of_block, self._world_size)
         survived = set(reports[0].recovered).intersection(*(report.recovered for report in reports[1:]))
         for index, key in sorted(survived):
@@ -201,7 +201,7 @@ class LifetimeScheduler:
             batch_blocks=max(1, self.options.demote_batch_bytes // self.layout.block_bytes),
             staging_blocks=max(1, self.options.flash_staging_bytes // self.layout.block_bytes),
         )
-        flash_list = self.flash.free_list if self.in_place is None else CoveredTier[Any](FLASH)
+        flash_list = self.flash.free_list if self.in_place is None else CoveredTier[Any](FLASH_TIER)
         free_lists: list[TierFreeList[Any]] = [self.pool.free_list, self.host.free_list, flash_list]
         self._access = AccessTable(free_lists, self._copies_of, self.pool.twin_of)
         capacity = self.pool.num_gpu_blocks + len(self.host.slots) + len(self.flash.slots)
@@ -239,10 +239,10 @@ class LifetimeScheduler:
         copies = []
         slot = self.host.get(key)
         if slot is not None:
-            copies.append((HOST, slot))
+            copies.append((HOST_TIER, slot))
         slot = self.flash.get(key)
         if slot is not None:
-            copies.append((FLASH, slot))
+            copies.append((FLASH_TIER, slot))
         return copies
 
     def _run_of_block(self, block_id: int, key: bytes) -> Any:
@@ -629,6 +629,3 @@ def _only_decodes(output: "SchedulerOutput") -> bool:
         and not output.scheduled_cached_reqs.resumed_req_ids
         and output.total_num_scheduled_tokens == len(output.num_scheduled_tokens) + num_drafted
     )
-
-
-assert HBM_TIER == 0 and (HOST, FLASH) == (1, 2)

@@ -9,11 +9,11 @@ import pytest
 from simulated_engine import BLOCK_BYTES, SimulatedEngine, prompt, serve, tiers
 
 from vllm_lifetime.connectors.lifetime import flash_writes
-from vllm_lifetime.connectors.lifetime.jobs import FLASH
 from vllm_lifetime.connectors.lifetime.options import OptionsError, parse_options
 from vllm_lifetime.control.merging import merge_tiers
 from vllm_lifetime.control.views import TiersOfEngine
 from vllm_lifetime.flash.wear_file import read_wear_file
+from vllm_lifetime.pool.access import FLASH_TIER
 
 NUM_BLOCKS = 64
 
@@ -120,7 +120,7 @@ def test_of_workers_the_larger_half_is_written(
     in_flash: dict[int, int] = {}
     for segment in engine.connector._scheduler_side.lifecycle.segments:
         seed = int(segment.workflow_id.removeprefix("w"))
-        in_flash[seed] = sum(run.num_blocks[FLASH] for run in segment.runs)
+        in_flash[seed] = sum(run.num_blocks[FLASH_TIER] for run in segment.runs)
     assert not any(in_flash.get(seed) for seed in range(10, 17))
     assert sum(in_flash.get(seed, 0) > 10 for seed in range(10)) >= 4
     assert tiers_of(engine).flash_writes.refused_blocks["worker"]["placement"] >= 4  # type: ignore[union-attr]

@@ -34,6 +34,19 @@ class CountingReader(Reader):
         return f"{self.name}@{self.workflow_id}{'' if self.is_live else ' (ended)'}"
 
 
+class BareBlock:
+    """What `FreeBlock` asks for, and no more."""
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.prev_free_block: object = None
+        self.next_free_block: object = None
+        self.block_hash_num_tokens: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, depth={self.block_hash_num_tokens})"
+
+
 class Block(Slot):
     """A slot will do for an HBM block: same fields."""
 

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.pool.pool_testing import BareBlock as Block
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.nodes import Bucket, RunNode
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, RankGroup, Reader, Run, retired_rank
@@ -36,19 +37,6 @@ RANKS = (ACTIVE_RANK, (1, 0.0, -5.0), (1, 0.5, 0.0), (1, -1.0, 0.0), (0, 1), (0,
 GROUP_RANKS = ((ACTIVE_RANK, (1, 0.1, 0.0), (1, 0.7, 0.0)), (ACTIVE_RANK, (1, -2.0, 0.0), (1, 0.2, 0.0)))
 """Of each group; no two that differ are equal, since of equal ranks the order is by who got it first."""
 COMMON_RANKS = (ACTIVE_RANK, (1, 0.3, 0.0), (1, float("inf"), 0.0))
-
-
-class Block:
-    """What `FreeBlock` asks for, and no more."""
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.prev_free_block: object = None
-        self.next_free_block: object = None
-        self.block_hash_num_tokens: int | None = None
-
-    def __repr__(self) -> str:
-        return f"Block({self.block_id}, depth={self.block_hash_num_tokens})"
 
 
 def make_run(rank: Rank = ACTIVE_RANK) -> Run:

@@ -8,25 +8,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from vllm_lifetime.pool.access import HBM_TIER
+from tests.pool.pool_testing import BareBlock as Block
+from vllm_lifetime.pool.access import FLASH_TIER, HBM_TIER
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import ACTIVE_RANK, Rank, RankGroup, Run, retired_rank
-from vllm_lifetime.pool.tiered import FLASH_TIER, CoveredTier, TieredFreeList
+from vllm_lifetime.pool.tiered import CoveredTier, TieredFreeList
 
 SETTINGS = settings(max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TIERS = (HBM_TIER, FLASH_TIER)
 NUM_RUNS = 4
 RANKS: tuple[Rank, ...] = (ACTIVE_RANK, (1, 0.5, 0.0), (1, -1.0, 0.0), (0, 1), (0, 2))
-
-
-class Block:
-    """What `FreeBlock` asks for."""
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.prev_free_block: object = None
-        self.next_free_block: object = None
-        self.block_hash_num_tokens: int | None = None
 
 
 def new_runs() -> list[Run]:

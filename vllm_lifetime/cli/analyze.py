@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -94,16 +95,11 @@ def analyze(
             files = [out / "segments.jsonl", *draw_figures(analysis, out)]
             console.print(f"Wrote {', '.join(str(file) for file in files)}", soft_wrap=True, markup=False)
     except AnalysisError as error:
-        _fail(f"{path}: {error}")
+        fail(f"{path}: {error}", 2)
     except (TraceError, ValueError, OSError) as error:
-        _fail(str(error))
+        fail(str(error), 2)
     except ImportError as error:
-        _fail(f"--out draws plots and needs matplotlib, which is not installed ({error}). Try: pip install matplotlib")
-
-
-def _fail(message: str) -> None:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(2) from None
+        fail(f"--out draws plots and needs matplotlib, which is not installed ({error}). Try: pip install matplotlib", 2)
 
 
 def _show(analysis: Analysis, remarks: Iterable[str], console: Console) -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def train(
         accuracy, _ = score_predictor(predictor, data.validation)
         export_predictor(predictor, out)
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
     shown = ", ".join(f"s{step + 1} {value:.3f}" for step, value in enumerate(accuracy))
     typer.echo(f"Wrote {out}: {model} for {len(data.train.agents)} agents, from {len(split.train)} workflows.")
     typer.echo(f"Top-1 accuracy on the {len(split.validation)} workflows held out to stop by: {shown}")
@@ -140,7 +141,7 @@ def evaluate(
                 on_seed=save,
             )
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
     console = Console()
     if not console.is_terminal:
         console = Console(width=60 + 20 * horizon)  # a file has no width; lines are not to be broken
@@ -153,7 +154,7 @@ def _check(output: Path | None, *sources: Path | None) -> None:
     try:
         check_outputs([output], sources)
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _read(
@@ -165,7 +166,7 @@ def _read(
         workflows = read_workflows(path, format)
         return workflows, None if hidden_states is None else read_hidden_states(hidden_states, workflows)
     except WorkflowFileError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _need_training_libraries() -> None:
@@ -173,12 +174,8 @@ def _need_training_libraries() -> None:
 
     missing = [name for name in ("torch", "torch_geometric", "sklearn") if find_spec(name) is None]
     if missing:
-        _fail(f"training needs {', '.join(missing)}: pip install 'vllm-lifetime[prediction]', and torch as vLLM brings it")
+        fail(f"training needs {', '.join(missing)}: pip install 'vllm-lifetime[prediction]', and torch as vLLM brings it")
 
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(1) from None
 
 
 def _table(done: Sequence[Measurement], horizon: int, seeds: int) -> Table:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def train(
             weights = train_weights(samples, seed)
         save_base(out, weights, {"format": format, "sessions": sessions, "workers": len(samples)})
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
     typer.echo(f"Wrote {out}: from {len(samples)} sub-agents of {sessions} sessions.")
 
 
@@ -96,7 +97,7 @@ def evaluate(
     elif path is not None and generated is None:
         samples, source = _read(path, format), path.name
     else:
-        _fail("give either a TRACE with its --format, or --generated N")
+        fail("give either a TRACE with its --format, or --generated N")
     _need_scikit_learn()
     from vllm_lifetime.prediction.rank_evaluation import RANKERS, evaluate_ranks, plot_ranks
 
@@ -130,16 +131,16 @@ def evaluate(
             plot_ranks(done, plot)
             typer.echo(f"Wrote {plot}")
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
     except ImportError as error:
-        _fail(f"--plot needs matplotlib, which is not installed ({error}). Try: pip install matplotlib")
+        fail(f"--plot needs matplotlib, which is not installed ({error}). Try: pip install matplotlib")
 
 
 def _check(outputs: Sequence[Path | None], source: Path | None) -> None:
     try:
         check_outputs(outputs, [source])
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _read(path: Path, format: str) -> list[SpawnSample]:
@@ -149,7 +150,7 @@ def _read(path: Path, format: str) -> list[SpawnSample]:
     try:
         return read_spawns(path, format)
     except TraceError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _generate(number: int, tau: float) -> GeneratedSpawns:
@@ -162,12 +163,8 @@ def _need_scikit_learn() -> None:
     from importlib.util import find_spec
 
     if find_spec("sklearn") is None:
-        _fail("this needs scikit-learn: pip install 'vllm-lifetime[prediction]'")
+        fail("this needs scikit-learn: pip install 'vllm-lifetime[prediction]'")
 
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(1) from None
 
 
 def _table(done: RankEvaluation) -> Table:

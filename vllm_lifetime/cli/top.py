@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["Reader", "Sample", "Unavailable", "add_to", "fill_bar", "render", "top"]
+__all__ = ["Reader", "Sample", "TokenOption", "Unavailable", "add_to", "fill_bar", "render", "top"]
 
 CLASSES = {
     "shared": ("S", "white on blue"),
@@ -50,6 +50,14 @@ LONGEST_WAIT_S = 10.0
 REQUEST_TIMEOUT_S = 15.0
 PIPE_WIDTH = 140
 """Columns where there is no terminal to ask."""
+
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="VLLM_LIFETIME_TOKEN",
+        help="Bearer token. Better in the environment: a command line can be read by all.",
+    ),
+]
 
 
 class Unavailable(Exception):
@@ -117,13 +125,7 @@ def add_to(app: typer.Typer) -> None:
 
 def top(
     url: Annotated[str, typer.Option(envvar="VLLM_LIFETIME_URL", help="Root of the server.")] = "http://localhost:8000",
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="VLLM_LIFETIME_TOKEN",
-            help="Bearer token. Better in the environment: a command line can be read by all.",
-        ),
-    ] = None,
+    token: TokenOption = None,
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Time between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print what is so now and exit; 1 if there is no answer.")] = False,
 ) -> None:

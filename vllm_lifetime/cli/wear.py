@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_lifetime.cli.top import format_bytes, printable
+from vllm_lifetime.cli.failure import fail
+from vllm_lifetime.cli.top import TokenOption, format_bytes, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,13 +38,7 @@ def wear(
         Path | None, typer.Argument(metavar="[PATH]", help="The flash file (flash_path) or its ledger. Without it: ask a server.")
     ] = None,
     url: Annotated[str, typer.Option(envvar="VLLM_LIFETIME_URL", help="Root of a running server.")] = "http://localhost:8000",
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="VLLM_LIFETIME_TOKEN",
-            help="Bearer token. Better in the environment: a command line can be read by all.",
-        ),
-    ] = None,
+    token: TokenOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Show bytes written to flash by segment class, program/erase cycles, and device-years at the present rate."""
@@ -85,13 +80,13 @@ def _read_files(path: Path) -> list[dict[str, Any]]:
 
     found = find_ledgers(path)
     if not found:
-        _fail(f"{path}: there is no ledger beside it ({path}.wear); a server with this flash_path keeps one")
+        fail(f"{path}: there is no ledger beside it ({path}.wear); a server with this flash_path keeps one")
     answer = []
     for ledger in found:
         try:
             header, counts, _ = read_wear_file(str(ledger))
         except (FlashError, OSError) as error:
-            _fail(str(error))
+            fail(str(error))
         snapshot = WearSnapshot.of(header, counts, drive=describe_drive(ledger))
         answer.append(wear_figures(snapshot, time.time()))
     return answer
@@ -108,15 +103,15 @@ def _ask(url: str, token: str | None) -> tuple[list[dict[str, Any]], list[dict[s
     try:
         response = httpx.get(address, headers=headers, timeout=REQUEST_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _fail(f"no answer from {address}: {str(error) or type(error).__name__}")
+        fail(f"no answer from {address}: {str(error) or type(error).__name__}")
     if response.status_code == 404:
-        _fail(f"{url} has no /lifetime/v1/tiers: was it started with --kv-connector lifetime?")
+        fail(f"{url} has no /lifetime/v1/tiers: was it started with --kv-connector lifetime?")
     if response.status_code != 200:
-        _fail(f"GET {address}: {response.status_code} {printable(response.text[:200])}".rstrip())
+        fail(f"GET {address}: {response.status_code} {printable(response.text[:200])}".rstrip())
     try:
         view = TiersView.model_validate_json(response.content)
     except ValidationError as error:
-        _fail(f"{address} answered what is no state of tiers ({error.error_count()} problems)")
+        fail(f"{address} answered what is no state of tiers ({error.error_count()} problems)")
     files = [item.model_dump(mode="json") for item in view.wear or []]
     return files, [engine.flash_writes.model_dump(mode="json") for engine in view.engines if engine.flash_writes is not None]
 
@@ -214,7 +209,3 @@ def _table(title: str) -> Table:
 
     return Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
 
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(1) from None

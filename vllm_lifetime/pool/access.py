@@ -10,10 +10,10 @@ from typing import Any
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.runs import ACTIVE_RANK, DEMOTED_RANK, Rank, RankGroup, Reader, Run, retired_rank
 
-__all__ = ["HBM_TIER", "TIER_NAMES", "AccessTable", "Path"]
+__all__ = ["FLASH_TIER", "HBM_TIER", "HOST_TIER", "TIER_NAMES", "AccessTable", "Path"]
 
-HBM_TIER = 0
-"""Number of the HBM tier in `Run.num_blocks`."""
+HBM_TIER, HOST_TIER, FLASH_TIER = range(3)
+"""Numbers of the tiers in `Run.num_blocks`."""
 
 TIER_NAMES = ("hbm", "host", "flash")
 """By tier number."""

@@ -15,17 +15,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
 
-from vllm_lifetime.pool.access import HBM_TIER
+from vllm_lifetime.pool.access import FLASH_TIER, HBM_TIER
 from vllm_lifetime.pool.free_list import TierFreeList
 from vllm_lifetime.pool.nodes import FreeBlock
 from vllm_lifetime.pool.runs import Rank, RankGroup, Run
 
-__all__ = ["FLASH_TIER", "CoveredTier", "TieredFreeList"]
+__all__ = ["CoveredTier", "TieredFreeList"]
 
 Block = TypeVar("Block", bound=FreeBlock)
-
-FLASH_TIER = 2
-"""Number of the flash tier in `Run.num_blocks`."""
 
 
 class _Part(TierFreeList[Block]):
