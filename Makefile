@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv harness-venvs test lint pytest demo figures test-compat seams clean
+HARNESS_VENVS := .venv-harness .venv-harness-crewai
+
+.PHONY: help venv harness-venvs $(HARNESS_VENVS) test lint pytest demo figures test-compat seams clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -14,11 +16,15 @@ help: ## list these targets
 venv: ## .venv with vLLM 0.32 for CPUs, the tools and this package
 	@$(PYTHON) scripts/setup_venv.py $(VENV) requirements/cpu-0.32.txt requirements/dev.txt
 
-harness-venvs: ## .venv-harness and .venv-harness-crewai: the agent frameworks, without vLLM and torch
-	@$(PYTHON) scripts/setup_venv.py .venv-harness requirements/harness.txt
-	@$(PYTHON) scripts/setup_venv.py .venv-harness-crewai requirements/harness-crewai.txt
+harness-venvs: $(HARNESS_VENVS) ## .venv-harness and .venv-harness-crewai: the agent frameworks, without vLLM and torch
 
-test: lint pytest ## lint, types and all tests
+$(HARNESS_VENVS): .venv-%:
+	@$(PYTHON) scripts/setup_venv.py $@ requirements/$*.txt
+
+test: ## lint, types and all tests
+	@# Packages are downloaded and unpacked side by side.
+	@$(MAKE) --no-print-directory -j3 venv harness-venvs
+	@$(MAKE) --no-print-directory lint pytest
 
 pytest: venv harness-venvs
 	@# Unit tests wait more than they compute; those that start servers need all cores. Both run, whatever becomes of the first.

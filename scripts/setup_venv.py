@@ -20,6 +20,7 @@ with unchanged lists returns at once. Three things are done here that `pip insta
 # This file must parse on Pythons older than the package's own, to tell their users so.
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -139,7 +140,8 @@ class Environment:
         """Install without dependencies, showing a line now and then; details go to the log."""
         command = [
             str(self.python), "-m", "pip", "--disable-pip-version-check", "install",
-            "--progress-bar", "off", "--no-deps", *arguments,
+            # Most of what is installed is never imported; Python compiles the rest when it is.
+            "--progress-bar", "off", "--no-deps", "--no-compile", *arguments,
         ]  # fmt: skip
         seen = 0
         with self.log.open("a") as log:
@@ -189,9 +191,12 @@ def install_all(environment: Environment, requirements: list[Path]) -> None:
     if not environment.pip_install(*lists):
         raise SetupError(f"could not install the pinned packages:\n{environment.log_tail()}")
     say("[3/4] vllm-lifetime itself, editable")
-    # setuptools is in the lists, so building needs no second download of it.
-    if not environment.pip_install("--no-build-isolation", "-e", "."):
-        raise SetupError(f"could not install this package:\n{environment.log_tail()}")
+    # Environments may be made side by side, but building writes beside the sources.
+    with (ROOT / "pyproject.toml").open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        # setuptools is in the lists, so building needs no second download of it.
+        if not environment.pip_install("--no-build-isolation", "-e", "."):
+            raise SetupError(f"could not install this package:\n{environment.log_tail()}")
     if not has_vllm:
         return
     write_shim(environment.site_packages())
