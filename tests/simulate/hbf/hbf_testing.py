@@ -4,7 +4,8 @@
 import numpy as np
 
 from vllm_lifetime.boundaries import SegmentClass
-from vllm_lifetime.policy.placement import PLACEMENTS, PlacementConfig
+from vllm_lifetime.policy.placement import PlacementConfig
+from vllm_lifetime.simulate.hbf.ablations import POLICIES
 from vllm_lifetime.simulate.hbf.node import NO_LOG, NodeRun
 from vllm_lifetime.simulate.hbf.replay_trace import Program, ReplayTrace, Request, build_trace
 from vllm_lifetime.simulate.hbf.state import POLICY_NUMBERS, DecisionLog, Node
@@ -24,7 +25,9 @@ def node(policy: str = "hbm_first", hbm: int = 20_000, flash: int = 200_000, **c
         "full_share": 1.0,
         "chunk_tokens": 8192.0,
         "policy": POLICY_NUMBERS[policy],
-        "frees_at_boundary": PLACEMENTS[policy].frees_at_boundary,
+        "frees_at_boundary": POLICIES[policy].frees_at_boundary,
+        "evicts_per_tier": getattr(POLICIES[policy], "evicts_per_tier", False),
+        "lease_s": 20.0,
         "growth": CONFIG.growth,
         "reserve_share": CONFIG.max_reserve_share,
         "reserve_deviations": CONFIG.reserve_deviations,
@@ -72,5 +75,5 @@ def dialogues(random: np.random.Generator, sessions: int = 40) -> ReplayTrace:
     return build_trace(roots, 0.2)
 
 
-def started(setup: Node, trace: ReplayTrace, sessions: int, log: DecisionLog = NO_LOG) -> NodeRun:
-    return NodeRun(setup, trace, sessions, 0, CONFIG, log, ramp_s=1.0)
+def started(setup: Node, trace: ReplayTrace, sessions: int, log: DecisionLog = NO_LOG, boundary_loss: float = 0.0) -> NodeRun:
+    return NodeRun(setup, trace, sessions, 0, CONFIG, log, ramp_s=1.0, boundary_loss=boundary_loss)

@@ -22,15 +22,66 @@ MULTI, ALONE = "multi_agent", "multi_agent_no_reviewer"
 BASE, CLASSES_ONLY, FULL = "hbm_first", "lachesis_no_predictive", "lachesis"
 
 
+_LIVE = (
+    "how much short-lived KV is live at a time (tool_time_scale, shared_prefix): the splits ask for about 250 GB, 8/8* for less "
+    "than 200 GB, and no value gives both (--sweep tool_time,shared_prefix)"
+)
+_LOOSE = (
+    "how much short-lived KV is live at a time at the loose SLO: a larger tool_time_scale brings the gain down there, and at the "
+    "tight SLO too, where it would be too small (--sweep tool_time --slo loose)"
+)
+_LOAD = (
+    "the load at the loose SLO: Llama writes 3.2-3.4 GB/s here, and the paper's lifetimes imply 3.6-4.1; a smaller "
+    "full_attention_share gives that, and then lifetimes at the tight SLO are too short"
+)
+_LADEN = (
+    "how much reasoning-laden KV is live at a time: 45-75 GB here, and the paper's text puts it below the 34 GB of one slot; "
+    "output_limit and shared_prefix change it, and the load with it (--sweep output_limit)"
+)
+
+HINGES: dict[str, str] = {
+    "2.hbm_first": _LOAD,
+    "2.lachesis": _LOAD,
+    "2.gain.loose": _LOOSE,
+    "2.gain.tight": _LIVE,
+    "4.writes": "how much is written per second, which flash's write bandwidth limits (--sweep shared_prefix,write_bandwidth)",
+    "5.tight": _LIVE,
+    "5.loose": _LOOSE,
+    "6.": _LIVE,
+    "8.deterministic": _LIVE,
+    "8.predictive.": _LIVE,
+    "8.predictive_no_reviewer": "what ranking alone gains: a Kendall's tau of 0.25, not 0.53, gives it (--sweep ranking)",
+    "9.": _LOAD,
+    "10.": "how much is kept free for reviewers: reserve_deviations, max_reserve_share (--sweep reserve)",
+    "12.bfcl": _LADEN,
+    "12.gain": _LADEN,
+    "12.lachesis": _LADEN,
+    "12.hbm_first": "the load: shared_prefix of the domain, and output_share (--sweep output_share)",
+}
+"""What the checks whose id begins so hinge on, as scans of one parameter at a time have shown."""
+
+
+def hinge_of(id: str) -> str | None:
+    """What a check hinges on, as far as it is known: the entry of `HINGES` with the longest beginning of its id."""
+    known = [beginning for beginning in HINGES if id.startswith(beginning)]
+    return HINGES[max(known, key=len)] if known else None
+
+
 @dataclass(frozen=True)
 class Check:
-    """One statement. `passes` and `value` are None: rows that it needs were not run."""
+    """One statement. `passes` and `value` are None: rows that it needs were not run.
+
+    `is_direction`: it says which is longer or where the peak is, not how long; no tolerance then. `hinges_on`: of one that fails,
+    what the value hinges on, as far as it is known.
+    """
 
     id: str
     what: str
     target: str
     value: float | None
     passes: bool | None
+    is_direction: bool = False
+    hinges_on: str | None = None
 
 
 class _Missing(Exception):
@@ -72,10 +123,11 @@ def run_checks(rows: Iterable[ResultRow]) -> list[Check]:
         try:
             number = value()
         except _Missing:
-            checks.append(Check(id, what, target, None, None))
+            checks.append(Check(id, what, target, None, None, not widen))
             return
         margin = TOLERANCE if widen else 0.0
-        checks.append(Check(id, what, target, number, low * (1 - margin) <= number <= high * (1 + margin)))
+        passes = low * (1 - margin) <= number <= high * (1 + margin)
+        checks.append(Check(id, what, target, number, passes, not widen, None if passes else hinge_of(id)))
 
     infinity = float("inf")
     both = (LLAMA, QWEN)

@@ -40,8 +40,11 @@ WORKER = CLASSES.index(SegmentClass.WORKER)
 REVIEWER = CLASSES.index(SegmentClass.REVIEWER)
 NUM_CLASSES = len(CLASSES)
 HBM_FIRST = POLICY_NUMBERS["hbm_first"]
+HBM_FIRST_FREED = POLICY_NUMBERS["hbm_first_freed"]
+HBM_FIRST_LRU_PER_TIER = POLICY_NUMBERS["hbm_first_lru_per_tier"]
 LACHESIS = POLICY_NUMBERS["lachesis"]
 ORACLE = POLICY_NUMBERS["oracle"]
+ORACLE_PER_BYTE = POLICY_NUMBERS["oracle_per_byte"]
 RATIO = POLICY_NUMBERS["read_write_ratio"]
 OUTPUT = POLICY_NUMBERS["output_length"]
 LRU = POLICY_NUMBERS["lru_migrate"]
@@ -53,12 +56,28 @@ def _reserve_left(state: State) -> float:
 
 
 @called_from_compiled
+def _ranks_workers(node: Node) -> bool:
+    return node.policy == LACHESIS or node.policy == ORACLE or node.policy == ORACLE_PER_BYTE
+
+
+@called_from_compiled
+def _final_tokens(trace: ReplayTrace, program: int) -> int:
+    """`SizedSegment.final_blocks`."""
+    total = 0
+    for row in range(trace.programs[program].first_row, trace.programs[program].end_row):
+        total += trace.rows[row].prefill_tokens + trace.rows[row].decode_tokens
+    return max(1, total)
+
+
+@called_from_compiled
 def open_segment(state: State, trace: ReplayTrace, node: Node, actor: int) -> None:
-    """`Lachesis.open` and `Oracle.open`."""
+    """`Lachesis.open`, `Oracle.open` and `OraclePerByte.open`."""
     program = state.actors[actor].program
-    if trace.programs[program].kind != WORKER or (node.policy != LACHESIS and node.policy != ORACLE):
+    if trace.programs[program].kind != WORKER or not _ranks_workers(node):
         return
-    key = trace.programs[program].lifetime_s if node.policy == ORACLE else trace.programs[program].score
+    key = trace.programs[program].score if node.policy == LACHESIS else trace.programs[program].lifetime_s
+    if node.policy == ORACLE_PER_BYTE:
+        key /= _final_tokens(trace, program)
     expected = trace.programs[program].expected_tokens
     is_score = 1
     if math.isnan(key):
@@ -72,7 +91,7 @@ def open_segment(state: State, trace: ReplayTrace, node: Node, actor: int) -> No
         if state.actors[other].is_live and other != actor and trace.programs[state.actors[other].program].kind == WORKER:
             workers += 1
             other_program = state.actors[other].program
-            other_is_score = node.policy == ORACLE or not math.isnan(trace.programs[other_program].score)
+            other_is_score = node.policy != LACHESIS or not math.isnan(trace.programs[other_program].score)
             if other_is_score == (is_score == 1):
                 same_kind += 1
                 below += state.actors[other].key < key
@@ -108,7 +127,7 @@ def _ratio(state: State, segment_class: int) -> float:
 @called_from_compiled
 def tier_for(state: State, trace: ReplayTrace, node: Node, actor: int, num_tokens: int) -> int:
     """`Placement.tier_for` of every policy."""
-    if node.policy == HBM_FIRST or node.policy == LRU:
+    if node.policy == HBM_FIRST or node.policy == LRU or node.policy == HBM_FIRST_FREED or node.policy == HBM_FIRST_LRU_PER_TIER:
         return HBM
     if node.policy == OUTPUT:
         return int(state.actors[actor].request_tier)
@@ -120,7 +139,7 @@ def tier_for(state: State, trace: ReplayTrace, node: Node, actor: int, num_token
             if _ratio(state, other) < own:
                 lower += state.places[other, HBM].live + state.places[other, FLASH].live
         return HBM if lower < node.hbm_tokens else FLASH
-    if segment_class == WORKER and (node.policy == LACHESIS or node.policy == ORACLE):
+    if segment_class == WORKER and _ranks_workers(node):
         if not state.actors[actor].admitted:
             return FLASH
         return FLASH if state.counts[FREE + HBM] - _reserve_left(state) < num_tokens else HBM

@@ -37,6 +37,8 @@ from vllm_lifetime.simulate.hbf.state import (
     LOG_REQUEST,
     LOG_WRITE,
     LOGGED,
+    LOST_HEAD,
+    LOST_TAIL,
     NOW,
     NUM_STEP_BINS,
     NUM_UIDS,
@@ -51,7 +53,7 @@ from vllm_lifetime.simulate.hbf.state import (
     State,
 )
 
-__all__ = ["ERRORS", "OK", "run_until", "start_sessions"]
+__all__ = ["ERRORS", "NO_ROOM", "OK", "run_until", "start_sessions"]
 
 HBM, FLASH = 0, 1
 OUTPUT = POLICY_NUMBERS["output_length"]
@@ -141,14 +143,28 @@ def _take(state: State, trace: ReplayTrace, actor: int, tier: int, number: int) 
 @called_from_compiled
 def _evict_oldest_dead(state: State) -> bool:
     """Hand back the tokens of the segment that closed first; False: there is none."""
-    head = state.counts[DEAD_HEAD]
-    if head == state.counts[DEAD_TAIL]:
+    if state.counts[DEAD_HEAD + HBM] == state.counts[DEAD_TAIL]:
         return False
-    for tier in range(2):
-        state.counts[FREE + tier] += state.dead[head, tier]
-    state.counts[DEAD_HEAD] = (head + 1) % len(state.dead)
+    _evict_dead_of(state, HBM)
+    _evict_dead_of(state, FLASH)
     state.counts[EVICTED] += 1
     return True
+
+
+@called_from_compiled
+def _evict_dead_of(state: State, tier: int) -> None:
+    """Hand back what the oldest dead segment has in `tier`."""
+    head = state.counts[DEAD_HEAD + tier]
+    state.counts[FREE + tier] += state.dead[head, tier]
+    state.counts[DEAD_HEAD + tier] = (head + 1) % len(state.dead)
+
+
+@called_from_compiled
+def _make_room(state: State, tier: int, number: int) -> None:
+    """Where each tier has a queue of its own: evict its oldest dead segments until `number` tokens are free, or none is left."""
+    while state.counts[FREE + tier] < number and state.counts[DEAD_HEAD + tier] != state.counts[DEAD_TAIL]:
+        _evict_dead_of(state, tier)
+        state.counts[EVICTED] += 1
 
 
 @called_from_compiled
@@ -184,6 +200,8 @@ def _write(state: State, trace: ReplayTrace, node: Node, log: DecisionLog, actor
         state.output_written[state.actors[actor].request_bin] += number
     left = number
     while True:
+        if node.evicts_per_tier:
+            _make_room(state, wanted, left)
         given = min(left, state.counts[FREE + wanted])
         if given > 0:
             _take(state, trace, actor, wanted, given)
@@ -191,13 +209,19 @@ def _write(state: State, trace: ReplayTrace, node: Node, log: DecisionLog, actor
             if wanted == HBM:
                 touch(state, node, actor)
         if left > 0:
+            if node.evicts_per_tier:
+                _make_room(state, 1 - wanted, left)
             given = min(left, state.counts[FREE + 1 - wanted])
             _take(state, trace, actor, 1 - wanted, given)
             state.places[trace.programs[state.actors[actor].program].kind, wanted].spilled += given
             left -= given
         if left == 0:
             return OK
-        if not _evict_oldest_dead(state):
+        if state.counts[LOST_HEAD] != state.counts[LOST_TAIL]:
+            code = _free_oldest_lost(state, trace, node, log)
+            if code != OK:
+                return code
+        elif not _evict_oldest_dead(state):
             return NO_ROOM
 
 
@@ -254,10 +278,48 @@ def _close(state: State, trace: ReplayTrace, node: Node, log: DecisionLog, actor
     state.actors[actor].is_live = 0
     if not node.frees_at_boundary:
         tail = (tail + 1) % len(state.dead)
-        if tail == state.counts[DEAD_HEAD]:
+        if tail == state.counts[DEAD_HEAD + HBM] or tail == state.counts[DEAD_HEAD + FLASH]:
             return NO_RING
         state.counts[DEAD_TAIL] = tail
     return OK
+
+
+@called_from_compiled
+def _free_oldest_lost(state: State, trace: ReplayTrace, node: Node, log: DecisionLog) -> int:
+    """The lease of the segment is over that lost its boundary first, or its place is needed."""
+    head = state.counts[LOST_HEAD]
+    actor = state.actors[head].lost_actor
+    state.counts[LOST_HEAD] = (head + 1) % len(state.actors)
+    state.actors[state.counts[FREE_ACTORS]].free_actor = actor
+    state.counts[FREE_ACTORS] += 1
+    return _close(state, trace, node, log, actor)
+
+
+@called_from_compiled
+def _new_actor(state: State, trace: ReplayTrace, node: Node, log: DecisionLog) -> int:
+    """An idle actor, if need be that of the segment that lost its boundary first; -1: there is none."""
+    if state.counts[FREE_ACTORS] == 0:
+        if state.counts[LOST_HEAD] == state.counts[LOST_TAIL]:
+            return -1
+        if _free_oldest_lost(state, trace, node, log) != OK:
+            return -1
+    state.counts[FREE_ACTORS] -= 1
+    return int(state.actors[state.counts[FREE_ACTORS]].free_actor)
+
+
+@called_from_compiled
+def _lose(state: State, trace: ReplayTrace, node: Node, log: DecisionLog, actor: int) -> int:
+    """The event of its end never arrives: the segment keeps its place and its actor until its lease is over.
+
+    Returns the actor that goes on, or -1: there is none.
+    """
+    goes_on = _new_actor(state, trace, node, log)
+    if goes_on >= 0:
+        tail = state.counts[LOST_TAIL]
+        state.actors[tail].lost_actor = actor
+        state.actors[tail].lost_s = state.real[NOW] + node.lease_s
+        state.counts[LOST_TAIL] = (tail + 1) % len(state.actors)
+    return goes_on
 
 
 @called_from_compiled
@@ -268,10 +330,9 @@ def _finish_request(state: State, trace: ReplayTrace, node: Node, log: DecisionL
     if children:
         state.actors[actor].pending = children
         for i in range(children):
-            if state.counts[FREE_ACTORS] == 0:
+            child = _new_actor(state, trace, node, log)
+            if child < 0:
                 return NO_ACTOR
-            state.counts[FREE_ACTORS] -= 1
-            child = state.actors[state.counts[FREE_ACTORS]].free_actor
             _begin(state, trace, node, log, child, trace.rows[row].first_child + i, actor)
         return OK
     while True:
@@ -280,10 +341,15 @@ def _finish_request(state: State, trace: ReplayTrace, node: Node, log: DecisionL
         if state.actors[actor].row < trace.programs[program].end_row:
             _wait(state, trace, actor)
             return OK
-        code = _close(state, trace, node, log, actor)
-        if code != OK:
-            return code
         parent = state.actors[actor].parent
+        if state.is_lost[program]:
+            actor = _lose(state, trace, node, log, actor)
+            if actor < 0:
+                return NO_ACTOR
+        else:
+            code = _close(state, trace, node, log, actor)
+            if code != OK:
+                return code
         if trace.programs[program].successor != NO_PROGRAM:
             _begin(state, trace, node, log, actor, trace.programs[program].successor, parent)
             return OK
@@ -350,7 +416,7 @@ def _is_conserved(state: State, node: Node) -> bool:
         for segment_class in range(NUM_CLASSES):
             by_class += state.places[segment_class, tier].live
         dead = 0
-        i = state.counts[DEAD_HEAD]
+        i = state.counts[DEAD_HEAD + tier]
         while i != state.counts[DEAD_TAIL]:
             dead += state.dead[i, tier]
             i = (i + 1) % len(state.dead)
@@ -370,6 +436,10 @@ def run_until(
     counts_reads = node.policy == RATIO or node.policy == LRU
     for _ in range(max_steps):
         now = state.real[NOW]
+        while state.counts[LOST_HEAD] != state.counts[LOST_TAIL] and state.actors[state.counts[LOST_HEAD]].lost_s <= now:
+            code = _free_oldest_lost(state, trace, node, log)
+            if code != OK:
+                return code
         while state.counts[HEAP] and state.actors[0].heap_s <= now:
             actor = _pop(state)
             row = state.actors[actor].row

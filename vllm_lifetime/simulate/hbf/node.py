@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lifetime.policy.placement import PLACEMENTS, PlacementConfig
+from vllm_lifetime.policy.placement import PlacementConfig
 from vllm_lifetime.policy.placement.lachesis_no_predictive import tier_of_class
+from vllm_lifetime.simulate.hbf.ablations import POLICIES
 from vllm_lifetime.simulate.hbf.hardware import Device, Model
-from vllm_lifetime.simulate.hbf.kernel import ERRORS, OK, run_until, start_sessions
+from vllm_lifetime.simulate.hbf.kernel import ERRORS, NO_ROOM, OK, run_until, start_sessions
 from vllm_lifetime.simulate.hbf.replay_trace import CLASSES, ReplayTrace
 from vllm_lifetime.simulate.hbf.state import (
     EVICTED,
@@ -27,7 +29,7 @@ from vllm_lifetime.simulate.hbf.state import (
     make_state,
 )
 
-__all__ = ["ADMISSION_POLICY", "Measurement", "NodeRun", "SimulationError", "admit_sessions", "make_node"]
+__all__ = ["ADMISSION_POLICY", "DEFAULT_LEASE_S", "Measurement", "NodeRun", "SimulationError", "admit_sessions", "make_node"]
 
 ADMISSION_POLICY = "hbm_first"
 """The policy under which sessions are admitted; all others then serve as many."""
@@ -40,6 +42,10 @@ MAX_SESSIONS = 4096
 MAX_DEAD_SEGMENTS = 1 << 18
 NO_LOG = DecisionLog(np.zeros((0, 4), np.int64))
 MAX_STEPS = 20_000_000
+MOST_LOST = 1 << 14
+"""Segments whose boundary was lost that are remembered at a time; beyond that, the oldest is freed before its lease is over."""
+
+DEFAULT_LEASE_S = 600.0
 NUM_ROUNDS = 16
 """How often the sessions are shuffled anew before the order repeats."""
 
@@ -48,8 +54,16 @@ class SimulationError(ValueError):
     """A run cannot be made or has broken its own rules; says why."""
 
 
-def make_node(device: Device, configuration: str, model: Model, policy: str, config: PlacementConfig) -> Node:
-    """What the compiled loop needs. Raises ValueError."""
+def make_node(
+    device: Device,
+    configuration: str,
+    model: Model,
+    policy: str,
+    config: PlacementConfig,
+    *,
+    lease_s: float = DEFAULT_LEASE_S,
+) -> Node:
+    """What the compiled loop needs. `lease_s`: when a segment is freed whose boundary was lost. Raises ValueError."""
     if policy not in POLICY_NUMBERS:
         raise SimulationError(f"unknown policy {policy!r}; there are {', '.join(POLICY_NUMBERS)}")
     split = device.configuration(configuration)
@@ -69,7 +83,9 @@ def make_node(device: Device, configuration: str, model: Model, policy: str, con
         full_share=model.full_attention_share.value,
         chunk_tokens=model.attention_chunk.value,
         policy=POLICY_NUMBERS[policy],
-        frees_at_boundary=PLACEMENTS[policy].frees_at_boundary,
+        frees_at_boundary=POLICIES[policy].frees_at_boundary,
+        evicts_per_tier=getattr(POLICIES[policy], "evicts_per_tier", False),
+        lease_s=lease_s,
         growth=config.growth,
         reserve_share=config.max_reserve_share,
         reserve_deviations=config.reserve_deviations,
@@ -117,6 +133,8 @@ class NodeRun:
         seed: order of the sessions, and how far the first ones are.
         config: of the policy; its `unknown_tier` is used here.
         log: where decisions are kept.
+        ramp_s: over which the sessions start.
+        boundary_loss: part of the segments whose end the policy never hears of; 0 under one that frees nothing at a boundary.
 
     """
 
@@ -129,18 +147,23 @@ class NodeRun:
         config: PlacementConfig,
         log: DecisionLog = NO_LOG,
         ramp_s: float = 300.0,
+        boundary_loss: float = 0.0,
     ) -> None:
         if not 1 <= sessions <= MAX_SESSIONS:
             raise SimulationError(f"sessions must be from 1 to {MAX_SESSIONS}; it is {sessions}")
         random = np.random.default_rng([seed, 3])
         order = np.concatenate([random.permutation(len(trace.session_program)) for _ in range(NUM_ROUNDS)]).astype(np.int64)
         tiers = np.array([tier_of_class(segment_class, config) for segment_class in CLASSES], np.int64)
-        fan_out = 1 + int(trace.rows["num_children"].max(initial=0))
+        # The same segments at each loss below: results for two losses differ by the loss, not by which segments met it.
+        lost = boundary_loss if node.frees_at_boundary else 0.0
+        is_lost = np.random.default_rng([seed, 4]).random(len(trace.programs)) < lost
+        num_actors = sessions * trace.most_actors + (MOST_LOST if lost else 0)
         num_dead = 2 if node.frees_at_boundary else MAX_DEAD_SEGMENTS
         self.node = node
         self.trace = trace
+        self.sessions = sessions
         self.log = log
-        self.state: State = make_state(sessions * fan_out, node, order, tiers, num_dead)
+        self.state: State = make_state(num_actors, node, order, tiers, num_dead, is_lost)
         self._check(start_sessions(self.state, trace, node, log, sessions, ramp_s, random.random(sessions)))
 
     def _check(self, code: int) -> None:
@@ -201,19 +224,20 @@ def admit_sessions(
     warmup_s: float = 600.0,
     measure_s: float = 1800.0,
 ) -> int:
-    """Most sessions whose KV fits and whose token-weighted 99th-percentile step stays within `slo_s`: bisection with short runs.
+    """Most sessions whose KV fits and whose token-weighted 99th-percentile step stays within `slo_s`.
 
-    Raises SimulationError if not even one session does, or as many as the simulator takes.
+    Bisection, first with runs a quarter as long. Raises SimulationError if not even one session does, or as many as the simulator
+    takes.
     """
 
-    def is_within(sessions: int) -> bool:
-        run = NodeRun(node, trace, sessions, seed, config, ramp_s=warmup_s / 2)
+    def is_within(sessions: int, part: float = 1.0) -> bool:
         try:
-            run.run(warmup_s)
+            run = NodeRun(node, trace, sessions, seed, config, ramp_s=part * warmup_s / 2)
+            run.run(part * warmup_s)
             run.clear()
-            run.run(measure_s)
+            run.run(part * measure_s)
         except SimulationError as error:
-            if str(error) == ERRORS[1]:
+            if str(error) == ERRORS[NO_ROOM]:
                 return False
             raise
         measured = run.measure()
@@ -224,12 +248,29 @@ def admit_sessions(
         raise SimulationError(
             f"not even one session keeps its 99th percentile of {1000 * slo_s:g} ms, or fits; take a longer SLO or more stacks"
         )
-    low, high = 1, 64
-    while is_within(high):
-        low, high = high, 2 * high
-        if high > MAX_SESSIONS:
-            raise SimulationError(f"{low} sessions still keep {1000 * slo_s:g} ms; take a shorter SLO")
-    while high - low > max(1, low // 200):
+    rough = _largest(lambda sessions: is_within(sessions, 0.25), 64, 64, 25)
+    found = _largest(is_within, rough, max(1, rough // 25), 200)
+    if found == MAX_SESSIONS:
+        raise SimulationError(f"{found} sessions still keep {1000 * slo_s:g} ms; take a shorter SLO")
+    return found
+
+
+def _largest(is_within: Callable[[int], bool], start: int, step: int, parts: int) -> int:
+    """The largest number from 1 to `MAX_SESSIONS` for which that holds, to one part in `parts`; 1 is taken to do.
+
+    Steps that double lead from `start` to where it changes, bisection from there.
+    """
+    if is_within(start):
+        low, high = start, min(MAX_SESSIONS, start + step)
+        while low < MAX_SESSIONS and is_within(high):
+            step *= 2
+            low, high = high, min(MAX_SESSIONS, high + step)
+    else:
+        low, high = max(1, start - step), start
+        while low > 1 and not is_within(low):
+            step *= 2
+            low, high = max(1, low - step), low
+    while high - low > max(1, low // parts):
         middle = (low + high) // 2
         if is_within(middle):
             low = middle

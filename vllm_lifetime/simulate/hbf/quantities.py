@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["DataFileError", "Quantity", "Status", "in_unit", "list_data", "read_data"]
+__all__ = ["DataFileError", "Quantity", "Status", "in_unit", "list_data", "read_data", "with_values"]
 
 DATA_PACKAGE = "vllm_lifetime.simulate.hbf"
 
@@ -71,6 +72,16 @@ def in_unit(*units: str, above_zero: bool = True) -> AfterValidator:
         return quantity.model_copy(update={"value": quantity.value * _BASE[quantity.unit]})
 
     return AfterValidator(check)
+
+
+Part = TypeVar("Part", bound=BaseModel)
+
+
+def with_values(part: Part, values: Mapping[str, float]) -> Part:
+    """`part` with other values of the quantities named; bytes, seconds, bytes per second or the plain number."""
+    return part.model_copy(
+        update={name: getattr(part, name).model_copy(update={"value": value}) for name, value in values.items()}
+    )
 
 
 def list_data(marker: str) -> list[str]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_lifetime.boundaries import SegmentClass
 
-__all__ = ["CLASSES", "NO_PROGRAM", "PROGRAM", "ROW", "Program", "ReplayTrace", "Request", "build_trace"]
+__all__ = ["CLASSES", "NO_PROGRAM", "PROGRAM", "ROW", "Program", "ReplayTrace", "Request", "all_programs", "build_trace"]
 
 CLASSES = tuple(SegmentClass)
 """Segment classes in the order of their numbers in arrays."""
@@ -51,19 +51,23 @@ ROW = np.dtype(
 
 
 class ReplayTrace(NamedTuple):
-    """Sessions by their first program, programs (`PROGRAM`) and requests (`ROW`)."""
+    """Sessions by their first program, programs (`PROGRAM`) and requests (`ROW`).
+
+    `most_actors`: most programs of one session that can run at a time, those that wait included.
+    """
 
     session_program: NDArray[np.int64]
     programs: NDArray[Any]
     rows: NDArray[Any]
+    most_actors: int
 
 
 @dataclass(slots=True)
 class Request:
     """A request, and the programs that it starts when it is over.
 
-    `wait_s`: tool call or user's delay before it. `prefill_tokens`: what is new in its prompt; it lands on the node when prefill,
-    which takes `ttft_s`, is over.
+    `wait_s`: tool call or user's delay before it, the user's if `answers_user`. `prefill_tokens`: what is new in its prompt; it
+    lands on the node when prefill, which takes `ttft_s`, is over.
     """
 
     prefill_tokens: int
@@ -71,6 +75,7 @@ class Request:
     wait_s: float = 0.0
     ttft_s: float = 0.0
     children: "list[Program]" = field(default_factory=list)
+    answers_user: bool = False
 
 
 @dataclass(slots=True)
@@ -111,10 +116,21 @@ class Program:
         return own + (self.successor.chain_s(tpot_s) if self.successor is not None else 0.0)
 
 
+def all_programs(root: Program) -> list[Program]:
+    """A program and all that it starts or that follows it, each after the one before it. O(requests)."""
+    found = [root]
+    for program in found:  # grows while it is walked
+        found.extend(child for request in program.requests for child in request.children)
+        if program.successor is not None:
+            found.append(program.successor)
+    return found
+
+
 def build_trace(sessions: Sequence[Program], tpot_s: float) -> ReplayTrace:
     """The arrays of these sessions, each given by its first program.
 
-    `tpot_s`: reference time per output token for `program_lifetime_s`. Raises ValueError: nothing to replay, or an empty program.
+    `tpot_s`: reference time per output token for the programs' lifetimes. O(requests), however deep programs nest.
+    Raises ValueError: nothing to replay, or an empty program.
     """
     if not sessions:
         raise ValueError("the trace has no session")
@@ -135,12 +151,13 @@ def build_trace(sessions: Sequence[Program], tpot_s: float) -> ReplayTrace:
         successors.append(NO_PROGRAM if program.successor is None else len(programs))
         if program.successor is not None:
             programs.append(program.successor)
+    lifetimes_s, most_actors = _walk_back(programs, rows, bounds, first_children, successors, tpot_s)
     program_array = np.zeros(len(programs), PROGRAM)
     program_array["kind"] = [CLASSES.index(program.segment_class) for program in programs]
     program_array["first_row"] = [first for first, _ in bounds]
     program_array["end_row"] = [end for _, end in bounds]
     program_array["successor"] = successors
-    program_array["lifetime_s"] = [program.lifetime_s(tpot_s) for program in programs]
+    program_array["lifetime_s"] = lifetimes_s
     for name in ("shared_tokens", "reads_parent", "score", "expected_tokens"):
         program_array[name] = [getattr(program, name) for program in programs]
     row_array = np.zeros(len(rows), ROW)
@@ -148,4 +165,32 @@ def build_trace(sessions: Sequence[Program], tpot_s: float) -> ReplayTrace:
         row_array[name] = [getattr(row, name) for row in rows]
     row_array["first_child"] = first_children
     row_array["num_children"] = [len(row.children) for row in rows]
-    return ReplayTrace(np.arange(len(sessions), dtype=np.int64), program_array, row_array)
+    return ReplayTrace(np.arange(len(sessions), dtype=np.int64), program_array, row_array, max(most_actors[: len(sessions)]))
+
+
+def _walk_back(
+    programs: Sequence[Program],
+    rows: Sequence[Request],
+    bounds: Sequence[tuple[int, int]],
+    first_children: Sequence[int],
+    successors: Sequence[int],
+    tpot_s: float,
+) -> tuple[list[float], list[int]]:
+    """`Program.lifetime_s` of each program, and how many actors it and what it starts need: children come after their parents."""
+    lifetimes_s = [0.0] * len(programs)
+    chains_s = [0.0] * len(programs)
+    most_actors = [1] * len(programs)
+    for number in range(len(programs) - 1, -1, -1):
+        first, end = bounds[number]
+        for row in range(first, end):
+            request, child = rows[row], first_children[row]
+            children = range(child, child + len(request.children))
+            lifetimes_s[number] += tpot_s * request.decode_tokens + max((chains_s[i] for i in children), default=0.0)
+            if row > first:
+                lifetimes_s[number] += request.wait_s + request.ttft_s
+            most_actors[number] = max(most_actors[number], 1 + sum(most_actors[i] for i in children))
+        chains_s[number] = rows[first].wait_s + rows[first].ttft_s + lifetimes_s[number]
+        if successors[number] != NO_PROGRAM:
+            chains_s[number] += chains_s[successors[number]]
+            most_actors[number] = max(most_actors[number], most_actors[successors[number]])
+    return lifetimes_s, most_actors

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -23,20 +24,25 @@ WARRANTY_YEARS = 5.0
 
 
 def write_json(path: Path, rows: Iterable[ResultRow | Check | Finding]) -> None:
-    """A JSON list of rows; a check's and a finding's verdict is the field `pass`. Raises OSError."""
+    """A JSON list of rows; a check's and a finding's verdict is the field `pass`. An endless lifetime is null. Raises OSError."""
     path.write_text(json.dumps([_plain(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
 
 def _plain(row: ResultRow | Check | Finding) -> dict[str, Any]:
     if isinstance(row, ResultRow):
-        return asdict(row)
+        endless = math.isinf(row.lifetime_years)
+        return asdict(row) | ({"lifetime_years": None} if endless else {})
     if isinstance(row, Check):
-        return {"id": row.id, "what": row.what, "target": row.target, "value": row.value, "pass": row.passes}
+        plain = {"id": row.id, "what": row.what, "target": row.target, "value": row.value, "pass": row.passes}
+        return plain | {"is_direction": row.is_direction, "hinges_on": row.hinges_on}
     return {"id": row.id, "what": row.what, "target": f"{row.low:g} to {row.high:g}", "value": row.value, "pass": row.passes}
 
 
 def _mean(rows: Sequence[ResultRow]) -> tuple[float, float]:
+    """Mean and deviation of the lifetimes; without end if one of them is."""
     years = [row.lifetime_years for row in rows]
+    if math.inf in years:
+        return math.inf, 0.0
     return statistics.fmean(years), statistics.stdev(years) if len(years) > 1 else 0.0
 
 
@@ -75,10 +81,11 @@ def checks_table(checks: Iterable[Check]) -> Table:
     """The paper's statements; those whose cells were not run are left out."""
     from rich.table import Table
 
-    table = Table("check", "what", "target", "value", "pass")
+    table = Table("check", "what", "target", "value", "pass", "hinges on")
     for check in checks:
         if check.value is not None:
-            table.add_row(check.id, check.what, check.target, f"{check.value:.3g}", "yes" if check.passes else "NO")
+            hinges_on = "" if check.passes else check.hinges_on or ""
+            table.add_row(check.id, check.what, check.target, f"{check.value:.3g}", "yes" if check.passes else "NO", hinges_on)
     return table
 
 
@@ -111,11 +118,12 @@ def plot_lifetimes(rows: Sequence[ResultRow], path: Path) -> None:
         width = 0.8 / len(policies)
         for number, policy in enumerate(policies):
             found = [[row for row in here if row.config == config and row.policy == policy] for config in configs]
-            means = [_mean(cell) for cell in found]
+            # What is never written has no bar.
+            means = [_mean(cell) if all(math.isfinite(row.lifetime_years) for row in cell) else (0.0, 0.0) for cell in found]
             places = [i + (number - (len(policies) - 1) / 2) * width for i in range(len(configs))]
             axes.bar(places, [mean for mean, _ in means], width, yerr=[deviation for _, deviation in means], label=policy)
-        splits = [_mean([row])[0] for row in here if "*" not in row.config]
-        axes.set_ylim(0, 1.15 * max(splits or [row.lifetime_years for row in here] or [1.0]))
+        splits = [row for row in here if "*" not in row.config] or here
+        axes.set_ylim(0, 1.15 * max((row.lifetime_years for row in splits if math.isfinite(row.lifetime_years)), default=1.0))
         axes.axhline(WARRANTY_YEARS, linestyle="--", color="black", linewidth=0.8)
         axes.set_xticks(range(len(configs)), configs)
         axes.set_title(f"{model}\n{trace}, {slo}", fontsize="small")

@@ -32,6 +32,8 @@ __all__ = [
     "LOG_READ",
     "LOG_REQUEST",
     "LOG_WRITE",
+    "LOST_HEAD",
+    "LOST_TAIL",
     "NOW",
     "NUM_STEP_BINS",
     "NUM_UIDS",
@@ -61,7 +63,18 @@ Records = NDArray[Any]
 POLICY_NUMBERS = {
     name: number
     for number, name in enumerate(
-        ("hbm_first", "lachesis_no_predictive", "lachesis", "oracle", "read_write_ratio", "output_length", "lru_migrate")
+        (
+            "hbm_first",
+            "lachesis_no_predictive",
+            "lachesis",
+            "oracle",
+            "read_write_ratio",
+            "output_length",
+            "lru_migrate",
+            "hbm_first_freed",
+            "hbm_first_lru_per_tier",
+            "oracle_per_byte",
+        )
     )
 }
 """Number by which compiled code knows a policy."""
@@ -71,13 +84,15 @@ STEP_BIN_S = 1e-4
 """Width of the bins of step times; the last takes all that is longer."""
 
 # Indices of State.counts
-DECODING, HEAP, FREE_ACTORS, DEAD_HEAD, DEAD_TAIL, STEPS, SESSIONS_STARTED, SESSIONS_ENDED, FLUSH, ADMITTED = range(10)
-TICK, NUM_UIDS, REVIEWER_COUNT, SIZE_COUNT, OUTPUT_LIVE, EVICTED, LOGGED = range(10, 17)
-FREE = 17
+DECODING, HEAP, FREE_ACTORS, DEAD_TAIL, STEPS, SESSIONS_STARTED, SESSIONS_ENDED, FLUSH, ADMITTED = range(9)
+TICK, NUM_UIDS, REVIEWER_COUNT, SIZE_COUNT, OUTPUT_LIVE, EVICTED, LOGGED, LOST_HEAD, LOST_TAIL = range(9, 18)
+FREE = 18
 """`FREE + tier`."""
 ADMITTED_TOKENS = FREE + NUM_TIERS
 """`ADMITTED_TOKENS + tier`: of live workers that were admitted."""
-NUM_COUNTS = ADMITTED_TOKENS + NUM_TIERS
+DEAD_HEAD = ADMITTED_TOKENS + NUM_TIERS
+"""`DEAD_HEAD + tier`: the oldest closed segment that still has its place in the tier."""
+NUM_COUNTS = DEAD_HEAD + NUM_TIERS
 
 # Indices of State.real
 NOW, RESERVE, REVIEWER_MEAN, REVIEWER_VARIANCE, SIZE_MEAN, SIZE_VARIANCE = range(6)
@@ -109,6 +124,8 @@ ACTOR = np.dtype(
         ("free_actor", _INTEGER),
         ("heap_s", _REAL),
         ("heap_actor", _INTEGER),
+        ("lost_actor", _INTEGER),
+        ("lost_s", _REAL),
     ]
 )
 """`remaining`: tokens that it still decodes; `ahead`: tokens that have a place and are not decoded yet;
@@ -139,6 +156,10 @@ class Node(NamedTuple):
     chunk_tokens: float
     policy: int
     frees_at_boundary: bool
+    evicts_per_tier: bool
+    """Dead segments go from the tier that is full, not from both when both are."""
+    lease_s: float
+    """After so long a segment is freed whose boundary was lost."""
     growth: float
     reserve_share: float
     reserve_deviations: float
@@ -148,8 +169,10 @@ class State(NamedTuple):
     """All that changes."""
 
     actors: Records
-    """`ACTOR`. Of `decoding`, the first `counts[DECODING]` are the actors that decode; of `heap_s` and `heap_actor`, the
-    first `counts[HEAP]` are a heap of those that wait; of `free_actor`, the first `counts[FREE_ACTORS]` are idle."""
+    """`ACTOR`. Of `lost_actor` and `lost_s`, a ring from `counts[LOST_HEAD]` to `counts[LOST_TAIL]` holds those whose boundary
+    was lost, and when each is freed. Of `decoding`, the first `counts[DECODING]` are the actors that decode; of `heap_s` and
+    `heap_actor`, the first `counts[HEAP]` are a heap of those that wait; of `free_actor`, the first `counts[FREE_ACTORS]` are
+    idle."""
     tokens: NDArray[np.int64]
     """[actor, tier]: its segment."""
     classes: Records
@@ -157,7 +180,9 @@ class State(NamedTuple):
     places: Records
     """`PLACE`, [class, tier]"""
     dead: NDArray[np.int64]
-    """[position in a ring, tier]: closed segments that stay cached, oldest at `counts[DEAD_HEAD]`."""
+    """[position in a ring, tier]: closed segments that stay cached, oldest at `counts[DEAD_HEAD + tier]`."""
+    is_lost: NDArray[np.bool_]
+    """[program]: the event of its end never arrives."""
     step_tokens: NDArray[np.int64]
     """Tokens decoded in steps of each duration."""
     output_written: NDArray[np.float64]
@@ -175,7 +200,14 @@ class DecisionLog(NamedTuple):
     """[event, (kind, uid, a, b)]"""
 
 
-def make_state(num_actors: int, node: Node, order: NDArray[np.int64], tier_by_class: NDArray[np.int64], num_dead: int) -> State:
+def make_state(
+    num_actors: int,
+    node: Node,
+    order: NDArray[np.int64],
+    tier_by_class: NDArray[np.int64],
+    num_dead: int,
+    is_lost: NDArray[np.bool_],
+) -> State:
     """An empty node with room for `num_actors` programs at a time and `num_dead` closed segments."""
     classes = len(CLASSES)
     state = State(
@@ -184,6 +216,7 @@ def make_state(num_actors: int, node: Node, order: NDArray[np.int64], tier_by_cl
         classes=np.zeros(classes, CLASS),
         places=np.zeros((classes, NUM_TIERS), PLACE),
         dead=np.zeros((num_dead, NUM_TIERS), np.int64),
+        is_lost=is_lost,
         step_tokens=np.zeros(NUM_STEP_BINS, np.int64),
         output_written=np.zeros(NUM_BINS, np.float64),
         order=order,

@@ -3,22 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import TypeVar
 
+from vllm_lifetime.boundaries import SegmentClass
 from vllm_lifetime.policy.placement import PlacementConfig
+from vllm_lifetime.policy.placement.lachesis_no_predictive import LachesisNoPredictive
+from vllm_lifetime.simulate.hbf.ablations import POLICIES
 from vllm_lifetime.simulate.hbf.hardware import Device, Model, load_device, load_model
 from vllm_lifetime.simulate.hbf.node import ADMISSION_POLICY, Measurement, NodeRun, SimulationError, admit_sessions, make_node
+from vllm_lifetime.simulate.hbf.quantities import with_values
 from vllm_lifetime.simulate.hbf.replay_trace import CLASSES, ReplayTrace, build_trace
 from vllm_lifetime.simulate.hbf.workload_files import load_structural, load_temporal
 from vllm_lifetime.simulate.hbf.workloads import TRACES, Session, make_structural, make_temporal
 
-__all__ = ["SLOS_S", "Cell", "ResultRow", "Setup", "make_sessions", "parse_slo", "run_cell", "run_cells"]
+__all__ = [
+    "SLOS_S",
+    "Cell",
+    "ResultRow",
+    "Setup",
+    "each_cell",
+    "make_sessions",
+    "measure_run",
+    "parse_slo",
+    "run_cell",
+    "run_cells",
+    "trace_of",
+]
 
 SLOS_S = {"tight": 0.060, "loose": 0.100}
 """The paper's SLOs: 99th-percentile time per output token (section 5.2)."""
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,8 @@ class Setup:
     temporal: str = "temporal"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     own_admission: bool = False
+    admission_warmup_s: float = 600.0
+    admission_measure_s: float = 1800.0
     warmup_s: float = 2000.0
     measure_s: float = 8000.0
     turnovers: float = 3.0
@@ -53,7 +74,8 @@ class Cell:
 @dataclass(frozen=True)
 class ResultRow:
     """What one policy came to in a cell. `write_share`: of all KV written, by class and tier. `flash_share`: of what each class
-    wrote, the part that went to flash. `is_settled`: HBM-first's pool was full before it was measured, and turned over."""
+    wrote, the part that went to flash. `flash_used_share`: part of flash's room for KV that holds KV, also dead KV that is kept.
+    `is_settled`: HBM-first's pool was full before it was measured, and turned over."""
 
     model: str
     config: str
@@ -69,6 +91,7 @@ class ResultRow:
     flash_write_gb_per_s: float
     write_gb_per_s: float
     live_gb: dict[str, float]
+    flash_used_share: float
     tpot_p99_s: float
     tpot_mean_s: float
     measured_s: float
@@ -88,8 +111,11 @@ def parse_slo(text: str) -> float:
     return slo_ms / 1000
 
 
-def make_sessions(setup: Setup, trace: str, seed: int) -> list[Session]:
-    """The sessions of a trace. Raises ValueError: no such trace, or a data file cannot be used."""
+def make_sessions(setup: Setup, trace: str, seed: int, changes: Mapping[str, float] | None = None) -> list[Session]:
+    """The sessions of a trace. `changes`: other values for quantities of the `general` part of its file.
+
+    Raises ValueError: no such trace, or a data file cannot be used.
+    """
     device = load_device(setup.device)
     ttft_s = device.gpu.time_to_first_token.value
     if trace not in TRACES:
@@ -97,13 +123,20 @@ def make_sessions(setup: Setup, trace: str, seed: int) -> list[Session]:
     if trace.startswith("multi_agent"):
         tpot_s = device.gpu.reference_tpot.value
         file = load_structural(setup.structural)
+        file = file.model_copy(update={"general": with_values(file.general, changes or {})})
         return make_structural(file, seed, has_reviewer=trace == "multi_agent", ttft_s=ttft_s, tpot_s=tpot_s)
-    return make_temporal(load_temporal(setup.temporal), trace, seed, ttft_s=ttft_s)
+    dialogues = load_temporal(setup.temporal)
+    dialogues = dialogues.model_copy(update={"general": with_values(dialogues.general, changes or {})})
+    return make_temporal(dialogues, trace, seed, ttft_s=ttft_s)
 
 
 @cache
 def _trace(setup: Setup, trace: str, seed: int) -> ReplayTrace:
-    sessions = make_sessions(setup, trace, seed)
+    return trace_of(setup, make_sessions(setup, trace, seed))
+
+
+def trace_of(setup: Setup, sessions: Sequence[Session]) -> ReplayTrace:
+    """Sessions as the node replays them; true lifetimes by the device's reference clock."""
     return build_trace([session.root for session in sessions], load_device(setup.device).gpu.reference_tpot.value)
 
 
@@ -118,29 +151,60 @@ def run_cell(setup: Setup, cell: Cell, policies: Sequence[str], trace: ReplayTra
 
     def admit(policy: str) -> int:
         node = make_node(device, cell.config, model, policy, setup.placement)
-        return admit_sessions(node, replayed, slo_s, cell.seed, setup.placement)
+        return admit_sessions(
+            node,
+            replayed,
+            slo_s,
+            cell.seed,
+            setup.placement,
+            warmup_s=setup.admission_warmup_s,
+            measure_s=setup.admission_measure_s,
+        )
 
     admitted = admit(ADMISSION_POLICY)
-    rows = []
+    has_workers = bool((replayed.programs["kind"] == CLASSES.index(SegmentClass.WORKER)).any())
+    rows: list[ResultRow] = []
     for policy in policies:
         sessions = admit(policy) if setup.own_admission and policy != ADMISSION_POLICY else admitted
+        # Where there is no worker to rank, all policies that rank decide alike: one run stands for them.
+        alike = [row for row in rows if not has_workers and _places_by_class(row.policy) and _places_by_class(policy)]
+        if alike and alike[0].sessions == sessions:
+            rows.append(replace(alike[0], policy=policy))
+            continue
         node = make_node(device, cell.config, model, policy, setup.placement)
         run = NodeRun(node, replayed, sessions, cell.seed, setup.placement)
-        # Only a pool that keeps what is dead has to be filled, and turned over, before its shares mean anything.
-        pool = 0 if node.frees_at_boundary else node.hbm_tokens + node.flash_tokens
-        most_s = 20 * setup.measure_s
-        run.run(setup.warmup_s, least_tokens=int(1.3 * pool), most_s=most_s)
-        is_settled = int(run.state.places["written"].sum()) >= 1.3 * pool
-        run.clear()
-        run.run(setup.measure_s, least_tokens=int(setup.turnovers * pool), most_s=most_s)
-        measured = run.measure()
-        is_settled &= measured.total >= setup.turnovers * pool
-        rows.append(_row(device, model, cell, policy, sessions, measured, is_settled))
+        rows.append(measure_run(setup, device, model, cell, policy, run))
     return rows
 
 
+def _places_by_class(policy: str) -> bool:
+    return issubclass(POLICIES[policy], LachesisNoPredictive)
+
+
+def measure_run(setup: Setup, device: Device, model: Model, cell: Cell, policy: str, run: NodeRun) -> ResultRow:
+    """Warm a run up, measure it, and say what it came to. Raises SimulationError."""
+    # Only a pool that keeps what is dead has to be filled, and turned over, before its shares mean anything.
+    pool = 0 if run.node.frees_at_boundary else run.node.hbm_tokens + run.node.flash_tokens
+    most_s = 20 * setup.measure_s
+    run.run(setup.warmup_s, least_tokens=int(1.3 * pool), most_s=most_s)
+    is_settled = int(run.state.places["written"].sum()) >= 1.3 * pool
+    run.clear()
+    run.run(setup.measure_s, least_tokens=int(setup.turnovers * pool), most_s=most_s)
+    measured = run.measure()
+    is_settled &= measured.total >= setup.turnovers * pool
+    flash_used_share = float(measured.live[:, 1].sum()) / run.node.flash_tokens if run.node.frees_at_boundary else 1.0
+    return _row(device, model, cell, policy, run.sessions, measured, flash_used_share, is_settled)
+
+
 def _row(
-    device: Device, model: Model, cell: Cell, policy: str, sessions: int, measured: Measurement, is_settled: bool
+    device: Device,
+    model: Model,
+    cell: Cell,
+    policy: str,
+    sessions: int,
+    measured: Measurement,
+    flash_used_share: float,
+    is_settled: bool,
 ) -> ResultRow:
     kv_gb = model.kv_per_token.value / 1e9
     shares = measured.written / max(1, measured.total)
@@ -162,6 +226,7 @@ def _row(
         flash_write_gb_per_s=flash_gb_per_s,
         write_gb_per_s=measured.total * kv_gb / measured.measured_s,
         live_gb={CLASSES[i].value: float(measured.live[i].sum() * kv_gb) for i in used},
+        flash_used_share=flash_used_share,
         tpot_p99_s=measured.tpot_p99_s,
         tpot_mean_s=measured.tpot_mean_s,
         measured_s=measured.measured_s,
@@ -175,30 +240,40 @@ def run_cells(
     policies: Sequence[str],
     processes: int = 1,
     on_done: Callable[[Cell], None] = lambda cell: None,
+    traces: Mapping[str, ReplayTrace] | None = None,
 ) -> list[ResultRow]:
     """All cells, in the order given, in so many processes. `on_done` hears of each cell in the order in which they end.
 
-    Raises ValueError as `run_cell` does: the first that fails ends the sweep.
+    `traces`: what a cell replays whose trace is in it. Raises ValueError as `run_cell` does: the first that fails ends the sweep.
     """
+    return each_cell(partial(_run_one, setup, policies, traces or {}), cells, processes, on_done)
+
+
+def _run_one(setup: Setup, policies: Sequence[str], traces: Mapping[str, ReplayTrace], cell: Cell) -> list[ResultRow]:
+    return run_cell(setup, cell, policies, traces.get(cell.trace))
+
+
+def each_cell(
+    run: Callable[[Cell], list[Row]], cells: Iterable[Cell], processes: int, on_done: Callable[[Cell], None]
+) -> list[Row]:
+    """What `run`, which can be pickled, gives for each cell: its lists, one after the other, whichever ends first."""
     wanted = list(cells)
-    found: dict[Cell, list[ResultRow]] = {}
-    for cell, rows in _results(setup, wanted, policies, processes):
+    found: dict[Cell, list[Row]] = {}
+    for cell, rows in _results(run, wanted, processes):
         found[cell] = rows
         on_done(cell)
     return [row for cell in wanted for row in found[cell]]
 
 
-def _results(
-    setup: Setup, cells: Sequence[Cell], policies: Sequence[str], processes: int
-) -> Iterator[tuple[Cell, list[ResultRow]]]:
+def _results(run: Callable[[Cell], list[Row]], cells: Sequence[Cell], processes: int) -> Iterator[tuple[Cell, list[Row]]]:
     if processes == 1 or len(cells) == 1:
         for cell in cells:
-            yield cell, run_cell(setup, cell, policies)
+            yield cell, run(cell)
         return
     # The first cell compiles for all: the others start from what it has compiled.
-    yield cells[0], run_cell(setup, cells[0], policies)
+    yield cells[0], run(cells[0])
     with ProcessPoolExecutor(processes) as pool:
-        futures = {pool.submit(run_cell, setup, cell, policies): cell for cell in cells[1:]}
+        futures = {pool.submit(run, cell): cell for cell in cells[1:]}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()

@@ -192,7 +192,7 @@ def _dialogue(file: TemporalFile, domain: Domain, ttft_s: float, random: np.rand
             )
         delay_s = _from_sigma(random, general.user_delay_median.value, general.user_delay_sigma.value) if number else 0.0
         stripped = _tokens(_from_median(random, domain.stripped.median, domain.stripped.mean))
-        session.requests.append(Request(stripped, 0, wait_s=delay_s, children=[turn]))
+        session.requests.append(Request(stripped, 0, wait_s=delay_s, children=[turn], answers_user=True))
     return session
 
 
