@@ -65,7 +65,8 @@ def metric_sum(metrics: Metrics, name: str, **labels: str) -> float:
 class VllmServer:
     """``vllm serve`` in a process group of its own, on a free port, logging to a file.
 
-    ``connector`` are the options of the lifetime connector; ``None`` starts stock vLLM.
+    ``connector`` are the options of the lifetime connector; ``None`` starts stock vLLM. ``python`` is another environment's,
+    in which this package is installed, too.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class VllmServer:
         connector: Mapping[str, Any] | None = None,
         start_timeout_s: float = 240.0,
         served_name: str = "model",
+        python: str = sys.executable,
     ) -> None:
         self.model = str(model)
         self.log_path = Path(log_path)
@@ -86,6 +88,7 @@ class VllmServer:
         self.connector = None if connector is None else dict(connector)
         self.start_timeout_s = start_timeout_s
         self.served_name = served_name
+        self.python = python
         self.port = 0
         self.startup_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,7 +98,7 @@ class VllmServer:
 
     def command(self) -> list[str]:
         """The command line, as it is started."""
-        command = [sys.executable, "-c", _LAUNCHER, "serve", self.model]
+        command = [self.python, "-c", _LAUNCHER, "serve", self.model]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--served-model-name", self.served_name]
         if self.connector is not None:

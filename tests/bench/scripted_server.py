@@ -147,7 +147,8 @@ class ScriptedServer:
                 writer.write(b"0\r\n\r\n")
                 return
             await asyncio.sleep(self.latency_s / tokens)
-            await self._event(writer, json.dumps({"choices": [{"text": "x"}]}))
+            choice = {"text": "x"} | ({"token_ids": [number]} if call.body.get("return_token_ids") else {})
+            await self._event(writer, json.dumps({"choices": [choice]}))
         usage: dict[str, Any] = {"prompt_tokens": len(call.prompt), "completion_tokens": tokens}
         if self.says_cached:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver against a scripted server: what is sent, in which order and when, and what is left when the server fails."""
 
+import signal
+import socket
 import time
 from collections import Counter
 
@@ -268,6 +270,26 @@ def test_the_time_limit_ends_the_run() -> None:
     assert kinds_of(server, "s") == ["session_end"]
 
 
+def test_the_time_limit_did_not_cover_the_start() -> None:
+    """A server that takes a connection and says nothing used to hold the run up for as long as our questions may take."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = ScriptedServer(url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began_s = time.monotonic()
+        with pytest.raises(ServerError, match=r"did not answer within 0.3 s \(--time-limit-s\)"):
+            run_on(server, make_trace(chain("s", 0)), Pace(time_limit_s=0.3))
+        assert time.monotonic() - began_s < 10
+
+
+def test_generated_tokens_are_recorded_where_they_are_asked_for() -> None:
+    """And not asked for otherwise: a server that does not know the field may refuse it."""
+    with ScriptedServer() as server:
+        plain = run_on(server, make_trace(chain("s", 0)))
+        kept = run_on(server, make_trace(chain("s", 0)), keeps_token_ids=True)
+        assert ["return_token_ids" in call.body for call in server.calls] == [False] * 3 + [True] * 3
+    assert [request.token_ids for request in plain.record.requests] == [[]] * 3
+    assert [request.token_ids for request in kept.record.requests] == [[0, 1, 2]] * 3
+
+
 def test_a_server_that_is_not_there() -> None:
     with ScriptedServer() as server:
         pass
@@ -278,3 +300,18 @@ def test_a_server_that_is_not_there() -> None:
 def test_a_model_that_is_not_served() -> None:
     with ScriptedServer() as server, pytest.raises(ServerError, match="does not serve 'other'; it serves model"):
         run_on(server, make_trace(chain("s", 0)), model="other")
+
+
+def test_sigterm_killed_the_caller_after_a_run() -> None:
+    """A run takes SIGTERM for itself, and left the default behind: whoever started servers could not stop them any more."""
+
+    def handler(*_: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with ScriptedServer() as server:
+            run_on(server, make_trace(chain("s", 0)))
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

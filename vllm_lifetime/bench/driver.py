@@ -32,7 +32,7 @@ class Pace:
 
     `concurrency` sessions at a time; None: each session at its arrival, those without one `DEFAULT_CONCURRENCY` at a time. A
     pause of the trace is cut to `idle_cap_s`; pauses and arrivals are then multiplied by `time_scale`. `time_limit_s`: for the
-    whole run.
+    whole run, what the server is asked before it included.
     """
 
     concurrency: int | None = None
@@ -75,14 +75,15 @@ class Driver:
         self._most_in_flight = 0
         self._probe: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Replay all sessions, or as many as the time limit and the server allow."""
+    async def run(self, passed_s: float = 0.0) -> None:
+        """Replay all sessions, or as many as the server and the time limit allow, of which `passed_s` have passed before."""
         self._began_s = time.perf_counter()
         work = asyncio.create_task(self._replay())
         stop = asyncio.create_task(self._stopped.wait())
         limit_s = self._pace.time_limit_s
         try:
-            await asyncio.wait({work, stop}, timeout=None if limit_s == float("inf") else limit_s, return_when="FIRST_COMPLETED")
+            left_s = None if limit_s == float("inf") else max(0.0, limit_s - passed_s)
+            await asyncio.wait({work, stop}, timeout=left_s, return_when="FIRST_COMPLETED")
             self.record.wall_s = self._clock()
             if work.done() and self._probe is not None:  # asked after the last failure; bounded by its own timeouts
                 await self._probe

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -44,6 +45,7 @@ def run_bench(
     names_requests: bool,
     boundaries: BoundaryMode,
     request_timeout_s: float,
+    keeps_token_ids: bool = False,
     on_change: Callable[[RunRecord], None] = lambda _: None,
 ) -> tuple[Outcome, bool]:
     """Replay `plan` on the server at `base_url`. Blocks; SIGINT and SIGTERM end the run.
@@ -52,23 +54,28 @@ def run_bench(
     is sent, and nothing later.
     """
     outcomes: list[Outcome] = []
+    server = BenchServer(base_url, request_timeout_s, keeps_token_ids=keeps_token_ids)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        asyncio.run(_run(plan, base_url, pace, model, names_requests, boundaries, request_timeout_s, on_change, outcomes.append))
+        asyncio.run(_run(plan, server, pace, model, names_requests, boundaries, on_change, outcomes.append))
     except (KeyboardInterrupt, asyncio.CancelledError):
         if not outcomes:  # nothing was sent
             raise KeyboardInterrupt from None
         return outcomes[0], True
+    finally:
+        # asyncio leaves the default behind, with which a caller who runs more than this could not clean up.
+        with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
+            signal.signal(signal.SIGTERM, on_sigterm)
     return outcomes[0], False
 
 
 async def _run(
     plan: Plan,
-    base_url: str,
+    bench_server: BenchServer,
     pace: Pace,
     model: str | None,
     names_requests: bool,
     boundaries: BoundaryMode,
-    request_timeout_s: float,
     on_change: Callable[[RunRecord], None],
     begin: Callable[[Outcome], Any],
 ) -> None:
@@ -76,18 +83,24 @@ async def _run(
     if task is not None:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # Windows; not the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with BenchServer(base_url, request_timeout_s) as server:
-        info = await server.ask(model, needs_boundaries=names_requests and boundaries != "off")
+    began_s = time.perf_counter()
+    limit_s = pace.time_limit_s
+    async with bench_server as server:
+        try:
+            async with asyncio.timeout(None if limit_s == float("inf") else limit_s):
+                info = await server.ask(model, needs_boundaries=names_requests and boundaries != "off")
+                before = await server.counters()
+        except TimeoutError:
+            raise ServerError(f"{server.url} did not answer within {limit_s:g} s (--time-limit-s)") from None
         plan.check_fits(info.max_model_len)
         client = None
         if posts_boundaries(boundaries, names_requests, info.has_lifetime, server.url):
             client = AsyncLifetimeClient(server.url, queue_size=QUEUED_BOUNDARIES)
         driver = Driver(plan, server, info.model, pace, client=client, names_requests=names_requests, on_change=on_change)
         outcome = Outcome(info, driver.record)
-        before = await server.counters()
         begin(outcome)
         try:
-            await driver.run()
+            await driver.run(time.perf_counter() - began_s)
         finally:
             if client is not None:
                 await client.aclose()

@@ -49,9 +49,13 @@ class ServerInfo:
 class BenchServer:
     """Asks one server. An async context manager; one event loop."""
 
-    def __init__(self, base_url: str, request_timeout_s: float) -> None:
-        """Use the server at `base_url`, its root. A request may take `request_timeout_s` in all. Raises `ValueError`: no URL."""
+    def __init__(self, base_url: str, request_timeout_s: float, *, keeps_token_ids: bool = False) -> None:
+        """Use the server at `base_url`, its root. A request may take `request_timeout_s` in all. Raises `ValueError`: no URL.
+
+        `keeps_token_ids`: ask for the ids of the generated tokens (vLLM's `return_token_ids`), and record them.
+        """
         self.url = str(read_server_url(base_url)).rstrip("/")
+        self._keeps_token_ids = keeps_token_ids
         self._request_timeout_s = request_timeout_s
         key = os.environ.get(API_KEY_VARIABLE)
         self._http = httpx.AsyncClient(
@@ -170,6 +174,7 @@ class BenchServer:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"return_token_ids": True} if self._keeps_token_ids else {}),
             **more,
         }
         return json.dumps(body, separators=(",", ":")).encode()
@@ -222,6 +227,8 @@ class BenchServer:
                 return
             if event.get("choices"):
                 record.chunk_s.append(now_s)
+                if self._keeps_token_ids:
+                    record.token_ids += event["choices"][0].get("token_ids") or ()
             usage = event.get("usage")
             if usage:
                 record.output_tokens = int(usage["completion_tokens"])

@@ -64,7 +64,12 @@ def bench(
     vocabulary_size: Annotated[int, typer.Option(min=2, help="Token ids in prompts are below this.")] = 1000,
     seed: Annotated[int, typer.Option(help="For the tokens; a server whose cache is warm from a run needs another one.")] = 0,
     request_timeout_s: Annotated[float, typer.Option(metavar="SECONDS", min=0.001, help="For one request, to its end.")] = 600.0,
-    time_limit_s: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.001, help="For all requests together.")] = None,
+    time_limit_s: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.001, help="For all together, from the first question to the server.")
+    ] = None,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Ask for the generated tokens' ids, and write them into --json; vLLM only.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate and latencies into this .png; needs matplotlib.")] = None,
 ) -> None:
@@ -105,6 +110,7 @@ def bench(
                 names_requests=metadata,
                 boundaries=boundaries.value,
                 request_timeout_s=request_timeout_s,
+                keeps_token_ids=token_ids,
                 on_change=progress.update,
             )
         _tell(outcome, plan.name, len(plan.sessions), settings, json, plot)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands; see the package."""
+
+import json
+import signal
+import sys
+import time
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.comparison.figures import FIGURES, check, figures_of, ratio_to, targets
+from benchmarks.comparison.measure import Result, measure
+from benchmarks.comparison.overhead import overhead
+from benchmarks.comparison.plots import plot
+from benchmarks.comparison.regimes import REGIMES, Regime, Work, work_of
+from benchmarks.comparison.settings import Budget, ServerSettings, block_bytes
+from benchmarks.comparison.systems import SYSTEMS, Site, lmcache_version, why_not_here
+from benchmarks.comparison.tables import markdown
+from benchmarks.demo import machine, versions
+from vllm_lifetime.traces.source import TraceError
+
+BASE, OURS = "vllm", "lifetime"
+RESULTS = Path("benchmarks/results")
+QUICK_SYSTEMS = ("vllm", "lmcache", "lru", "lifetime")
+QUICK_WORKFLOWS = 10
+QUICK_CAPACITY = 1.3 / 1.7
+"""Of the regime's: with so few workflows there are fewer than eight at a time for most of the run."""
+
+T = TypeVar("T")
+
+app = typer.Typer(add_completion=False, help=__doc__)
+console = Console(highlight=False)
+app.command("overhead")(overhead)
+
+
+@app.command("table")
+def table(folder: Annotated[Path, typer.Argument(help="benchmarks/results/DATE, or one of its .json files.")]) -> None:
+    """Print the tables of a comparison as markdown."""
+    paths = [folder] if folder.is_file() else sorted(path for path in folder.glob("*.json") if not path.stem.endswith("-runs"))
+    for path in paths:
+        sys.stdout.write(markdown(json.loads(path.read_text())) + "\n")
+    if not paths:
+        typer.echo(f"Error: {folder} has no results", err=True)
+        raise typer.Exit(2)
+
+
+@app.command("run")
+def run(
+    regime: Annotated[list[str] | None, typer.Option(help=f"Which workload, may be repeated: {', '.join(REGIMES)}.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help=f"Which systems: {', '.join(SYSTEMS)}; default: the regime's.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Runs of each system; default 3, with --quick 1.")] = None,
+    workflows: Annotated[int | None, typer.Option(min=1, help="Workflows of a run; default 24, with --quick 10.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One small run of four systems, in six minutes.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Recorded sessions for --regime real.")] = None,
+    format: Annotated[str, typer.Option(help="Their format; see docs/traces.md.")] = "kv-cache-tester",
+    capacity: Annotated[float | None, typer.Option(min=0.1, help="HBM, in final contexts of all running workflows.")] = None,
+    host_share: Annotated[float | None, typer.Option(min=0.02, help="Host memory, as a share of HBM.")] = None,
+    disk_share: Annotated[float | None, typer.Option(min=0.02, help="Disk, as a share of HBM.")] = None,
+    model_layers: Annotated[int, typer.Option(min=1, help="Of the test model.")] = ServerSettings.model_layers,
+    model_hidden: Annotated[int, typer.Option(min=64, help="Of the test model.")] = ServerSettings.model_hidden,
+    seed: Annotated[int, typer.Option(help="Of the workload and its tokens.")] = 0,
+    out: Annotated[Path | None, typer.Option(help=f"Folder for the results; default {RESULTS}/DATE.")] = None,
+) -> None:
+    """Run every system on the same work, one after the other, several times. Exit code 1: something is doubtful; 2: cannot be.
+
+    The machine should have nothing else to do.
+    """
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    folder = out or RESULTS / date.today().isoformat()
+    settings = ServerSettings(model_layers=model_layers, model_hidden=model_hidden)
+    try:
+        regimes = [_named(name, REGIMES, "regime") for name in regime or ["dynamic"]]
+        chosen = [_named(name, SYSTEMS, "system").name for name in system or ()]
+        works = [
+            work_of(one, workflows=workflows or (QUICK_WORKFLOWS if quick else 24), seed=seed, path=trace, format=format)
+            for one in regimes
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TraceError, ValueError, OSError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    # Imported late: it needs torch, which takes seconds.
+    from scripts.make_test_model import make_test_model
+
+    model = make_test_model(Path("build/comparison-model"), layers=settings.model_layers, hidden=settings.model_hidden)
+    is_doubtful = False
+    for one, work in zip(regimes, works, strict=True):
+        tokens = work.working_set_tokens * (capacity or one.capacity * (QUICK_CAPACITY if quick else 1.0))
+        blocks = max(round(tokens / settings.block_size_tokens), _fewest_blocks(work, settings))
+        shares = (host_share or one.host_share, disk_share or one.disk_share)
+        budget = Budget(blocks, block_bytes(model, settings), *shares)
+        names = chosen or [name for name in one.systems if not quick or name in QUICK_SYSTEMS]
+        comparison = Comparison(one, work, settings, budget, names, seed, folder, model)
+        try:
+            comparison.run(repeats or (1 if quick else 3))
+        finally:  # also of what was measured before an interrupt
+            is_doubtful |= comparison.write()
+    if is_doubtful:
+        raise typer.Exit(1)
+
+
+class Comparison:
+    """The runs of one regime, and their report; after each run what there is so far is on disk."""
+
+    def __init__(
+        self,
+        regime: Regime,
+        work: Work,
+        settings: ServerSettings,
+        budget: Budget,
+        systems: list[str],
+        seed: int,
+        folder: Path,
+        model: Path,
+    ) -> None:
+        """Compare `systems` in `regime`."""
+        self._regime, self._work, self._settings, self._budget = regime, work, settings, budget
+        self._systems, self._seed, self._folder, self._model = systems, seed, folder, model
+        self._missing: dict[str, str] = {}
+        self._results: list[Result] = []
+
+    def run(self, repeats: int) -> None:
+        """All runs: each system once in a repeat, each repeat beginning with another. One that never did any work is left out."""
+        for repeat in range(repeats):
+            start = repeat % len(self._systems)
+            for name in self._systems[start:] + self._systems[:start]:
+                if name in self._missing:
+                    continue
+                why = why_not_here(name)
+                result = Result(name, repeat, error=why) if why else self._measure(name, repeat)
+                if result.error is not None and not result.summary:
+                    self._missing[name] = result.error
+                    console.print(f"  {name} does not run here: {escape(result.error)}", soft_wrap=True)
+                    continue
+                self._results.append(result)
+                (self._folder / f"{self._regime.name}-runs.json").write_text(
+                    json.dumps([run.as_json() for run in self._results], separators=(",", ":")) + "\n"
+                )
+
+    def _measure(self, name: str, repeat: int) -> Result:
+        began_s = time.monotonic()
+        label = f"{self._regime.name}-{name}-{repeat + 1}"
+        site = Site(self._model, Path("build/comparison"), self._settings, self._budget, label)
+        result = measure(SYSTEMS[name], site, self._work, repeat)
+        if result.summary:
+            figures = result.summary
+            console.print(
+                f"{self._regime.name}, repeat {repeat + 1}, {name}: hit rate {figures['hit_rate'] or 0:.1%}, workflow "
+                f"{figures['workflow_latency_mean_s'] or 0:.2f} s, TTFT {figures['ttft_mean_s'] or 0:.3f} s "
+                f"({time.monotonic() - began_s:.0f} s)" + (f"; {escape(result.error)}" if result.error else ""),
+                soft_wrap=True,
+            )
+        return result
+
+    def write(self) -> bool:
+        """Write report, table and plot; returns whether something is doubtful."""
+        report = self.report()
+        stem = self._folder / self._regime.name
+        stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        text = markdown(report)
+        stem.with_suffix(".md").write_text(text)
+        plot(report, self._results, stem.with_suffix(".png"))
+        sys.stdout.write(text + "\n")
+        return bool(report["checks"])
+
+    def report(self) -> dict[str, Any]:
+        """Everything but the single requests, for JSON."""
+        figures = figures_of(self._results)
+        requests = [request for session in self._work.plan.sessions for request in session.requests]
+        return {
+            "regime": self._regime.name,
+            "title": self._regime.title[0].upper() + self._regime.title[1:],
+            "base_title": SYSTEMS[BASE].title,
+            "seed": self._seed,
+            "repeats": max((run.repeat for run in self._results), default=-1) + 1,
+            "systems": {name: SYSTEMS[name].title for name in self._systems},
+            "missing": self._missing,
+            "settings": asdict(self._settings),
+            "budget": {
+                **asdict(self._budget),
+                "hbm_bytes": self._budget.hbm_bytes,
+                "host_bytes": self._budget.host_bytes,
+                "disk_bytes": self._budget.disk_bytes,
+            },
+            "workload": {
+                "name": self._work.plan.name,
+                "sessions": len(self._work.plan.sessions),
+                "requests": len(requests),
+                "prompt_tokens": sum(request.prompt_tokens for request in requests),
+                "output_tokens": sum(request.output_tokens for request in requests),
+                "concurrency": self._work.pace.concurrency,
+                "time_scale": self._work.pace.time_scale,
+                "idle_cap_s": self._work.pace.idle_cap_s,
+                "names_requests": self._work.names_requests,
+            },
+            "versions": versions() | lmcache_version(),
+            "machine": machine(),
+            "figures": {
+                name: {key: value.as_json() if value else None for key, value in row.items()} for name, row in figures.items()
+            },
+            "ratios": {
+                name: {
+                    figure.key: ratio.as_json()
+                    for figure in FIGURES
+                    if (ratio := ratio_to(self._results, name, BASE, figure.key)) is not None
+                }
+                for name in self._systems
+                if name != BASE and name not in self._missing
+            },
+            "targets": targets(self._results, self._regime, BASE, OURS),
+            "checks": check(self._results, BASE),
+        }
+
+
+def _fewest_blocks(work: Work, settings: ServerSettings) -> int:
+    """Two of the longest requests fit: else the engine, not the cache, is what is measured."""
+    longest = max(r.prompt_tokens + r.output_tokens for session in work.plan.sessions for r in session.requests)
+    return 2 * -(-longest // settings.block_size_tokens) + 1
+
+
+def _named(name: str, known: dict[str, T], kind: str) -> T:
+    if name not in known:
+        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+    return known[name]
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    app()
