@@ -4,10 +4,12 @@
 EngineCore process, scheduler thread.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.logger import init_logger
 
+from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import SegmentClass
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
@@ -23,7 +25,7 @@ __all__ = ["FlashWrites"]
 logger = init_logger(__name__)
 
 WORKERS_EVERY_S = 1.0
-"""How often the live workers' sizes are looked at."""
+"""How often the live workers are looked at."""
 
 
 class FlashWrites:
@@ -33,6 +35,7 @@ class FlashWrites:
         segments: the live segments.
         block_bytes: of one block, over all ranks.
         now: a `time.monotonic` time.
+        score_of: the predicted rank of a sub-agent's lifetime, where one was made at its spawn; None: there are none.
 
     Raises:
         ValueError: the budget is smaller than a block can be written with.
@@ -40,12 +43,20 @@ class FlashWrites:
     """
 
     def __init__(
-        self, options: LifetimeOptions, segments: Iterable[Segment], recorder: stats.Recorder, block_bytes: int, now: float
+        self,
+        options: LifetimeOptions,
+        segments: Iterable[Segment],
+        recorder: stats.Recorder,
+        block_bytes: int,
+        now: float,
+        *,
+        score_of: Callable[[Agent], float | None] | None = None,
     ) -> None:
         unknown_tier = Tier.FLASH if options.placement_unknown == "flash" else Tier.HBM
         self.placement = options.placement
         self._admission = WriteAdmission(parse_placement(options.placement), PlacementConfig(unknown_tier=unknown_tier))
         self._segments = segments
+        self._score_of = score_of
         self._recorder = recorder
         self._block_bytes = block_bytes
         self.budget_bytes = options.flash_write_bytes_per_day
@@ -61,8 +72,15 @@ class FlashWrites:
         self._admitted.clear()
         if self._admission.ranks_workers and now >= self._workers_due:
             self._workers_due = now + WORKERS_EVERY_S
-            workers = (segment for segment in self._segments if segment.segment_class is SegmentClass.WORKER)
-            self._admission.set_workers(size for size in map(_size_of, workers) if size)
+            sizes, scores = [], []
+            for segment in self._segments:
+                if segment.segment_class is SegmentClass.WORKER and (size := _size_of(segment)):
+                    score = self._score(segment)
+                    if score is None:
+                        sizes.append(size)
+                    else:
+                        scores.append(score)
+            self._admission.set_workers(sizes, scores)
 
     def admits(self, run: Run | None) -> bool:
         """Whether blocks of `run` may be written. O(readers) once for each run and `begin`."""
@@ -75,10 +93,15 @@ class FlashWrites:
 
     def _look_at(self, run: Run | None) -> bool:
         segment_class = SegmentClass.UNKNOWN if run is None else class_of_run(run)
-        size = 0
         if segment_class is SegmentClass.WORKER and self._admission.ranks_workers and run is not None:
-            size = max((_size_of(reader) for reader in run.readers if isinstance(reader, Segment)), default=0)
-        return self._admission.admits(segment_class, size)
+            # One that lives long enough is enough.
+            workers = (reader for reader in run.readers if isinstance(reader, Segment))
+            return any(self._admission.admits(segment_class, _size_of(worker), self._score(worker)) for worker in workers)
+        return self._admission.admits(segment_class)
+
+    def _score(self, worker: Segment) -> float | None:
+        score = None if self._score_of is None else self._score_of(worker.agent)
+        return None if score is None or math.isnan(score) else score
 
     def count_refused(self, runs: Sequence[Run | None], reason: str) -> None:
         """These blocks' runs: they are not written, because of `placement` or of their `rank`."""

@@ -10,6 +10,7 @@ import math
 import mmap
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,13 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_lifetime.connectors.lifetime.flash_file import flash_file_path
-from vllm_lifetime.connectors.lifetime.metadata import BYTES_READ, BYTES_WRITTEN, DELAY_US
+from vllm_lifetime.connectors.lifetime.metadata import BYTES_READ, BYTES_WRITTEN, DELAY_US, PlacedInFlash
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError, refuse_other_platforms
-from vllm_lifetime.flash import FlashError, FlashGeometry
+from vllm_lifetime.flash import FlashError, FlashGeometry, WearOptions
 from vllm_lifetime.flash.emulation import FlashEmulation
 from vllm_lifetime.flash.mapped import MappedFlash, Span, mapped_file_bytes, mapped_slots
+from vllm_lifetime.flash.mapped_wear import MappedWear
+from vllm_lifetime.flash.wear import WearLedger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -163,6 +166,9 @@ class InPlaceMemory:
     def __init__(self, plan: InPlacePlan, options: LifetimeOptions) -> None:
         self.plan = plan
         self.emulation = FlashEmulation(options.flash_emulation)
+        self._wear_options = WearOptions(
+            erase_block_bytes=options.flash_erase_block_bytes, endurance_cycles=options.flash_endurance_cycles
+        )
         self._memory: MappedFlash | None = None
         self._counts: Counter[str] = Counter()
         self._blocks_per_block = 1
@@ -181,6 +187,7 @@ class InPlaceMemory:
             size_bytes=mapped_file_bytes(plan.geometry, plan.num_flash_blocks),
             total_bytes=plan.total_bytes,
             spans=plan.spans,
+            wear=self._wear_options,
         )
         logger.info(
             "lifetime: KV blocks 0 to %d lie in memory, %d to %d in the flash file %s%s",
@@ -204,10 +211,26 @@ class InPlaceMemory:
                 )
             self._blocks_per_block = max(1, kv_cache.shape[0] // self.plan.num_blocks)
 
+    @property
+    def _wear(self) -> MappedWear | None:
+        return None if self._memory is None else self._memory.wear
+
+    @property
+    def ledger(self) -> WearLedger | None:
+        """Of the flash file; None before there is one."""
+        return None if self._wear is None else self._wear.ledger
+
+    def name_blocks(self, placed: Sequence[PlacedInFlash]) -> None:
+        """The step that comes writes to these blocks for the first time; the ledger wants to know for whom."""
+        wear = self._wear
+        if wear is not None:
+            for segment_class, block_ids in placed:
+                wear.name_blocks([block_id - self.plan.num_hbm_blocks for block_id in block_ids], segment_class)
+
     def note_step(self, attn_metadata: Any) -> None:
         """A forward pass has read and written the blocks that `attn_metadata` names; wait as long as flash would have taken.
 
-        O(blocks of the batch), in torch. Every request reads its whole context once per layer.
+        O(blocks of the batch), in torch and numpy. Every request reads its whole context once per layer.
         """
         one = next(iter(attn_metadata.values()), None) if isinstance(attn_metadata, dict) else attn_metadata
         table = getattr(one, "block_table", None)
@@ -220,9 +243,13 @@ class InPlaceMemory:
         is_read = torch.arange(table.shape[1]) < num_parts
         parts_read = int((is_read & (table >= plan.num_hbm_blocks * parts)).sum())
         first_flash_slot = plan.num_hbm_blocks * plan.block_size_tokens
-        tokens_written = int((one.slot_mapping[: one.num_actual_tokens] >= first_flash_slot).sum())
+        slots = one.slot_mapping[: one.num_actual_tokens]
+        in_flash = slots[slots >= first_flash_slot] - first_flash_slot
+        wear = self._wear
+        bytes_written = len(in_flash) * (plan.geometry.slot_bytes // plan.block_size_tokens)
+        if wear is not None:
+            wear.note(in_flash.numpy())
         part_bytes = plan.page_bytes // parts
-        bytes_written = tokens_written * plan.num_layers * plan.page_bytes // plan.block_size_tokens
         self._counts[BYTES_READ] += parts_read * plan.num_layers * part_bytes
         self._counts[BYTES_WRITTEN] += bytes_written
         delay_s = self.emulation.step(parts_read * plan.num_layers, part_bytes, bytes_written)

@@ -15,6 +15,7 @@ from vllm_lifetime.agents import Agent
 from vllm_lifetime.boundaries import SegmentClass
 from vllm_lifetime.connectors.lifetime import stats
 from vllm_lifetime.connectors.lifetime.block_pool import LifetimeBlockPool
+from vllm_lifetime.connectors.lifetime.metadata import PlacedInFlash
 from vllm_lifetime.connectors.lifetime.request_state import RequestState
 from vllm_lifetime.policy.placement.contract import PlacedSegment, Placement, PlacementConfig, Tier
 from vllm_lifetime.pool.access import FLASH_TIER, HBM_TIER, TIER_NAMES
@@ -82,6 +83,7 @@ class InPlacePool:
         self._rows: dict[Segment, _Row] = {}
         self._max_rows = MIN_ROWS
         self._row_of: list[_Row | None] = [None] * len(pool.blocks)
+        self._placed_in_flash: list[PlacedInFlash] = []
 
     def bind(self, manager: "KVCacheManager") -> None:
         """The cache manager, of one group, that takes blocks from the pool."""
@@ -149,6 +151,9 @@ class InPlacePool:
                 lost = Counter() if lost is None else lost
                 lost[old, Tier.FLASH if is_flash else Tier.HBM] += 1
             row_of[block_id] = row
+        if num_flash:
+            in_flash = [block.block_id for block in blocks if block.block_id >= first_flash_id]
+            self._placed_in_flash.append((segment_class.value, in_flash))
         if lost is not None:
             for (old, tier), number in lost.items():
                 self._placement.on_freed(old.placed, tier, number)
@@ -161,6 +166,11 @@ class InPlacePool:
             if tier is not wanted:
                 self._recorder.count(stats.SPILLED_BLOCKS, TIER_NAMES[POOL_TIERS[wanted]], segment_class.value, by=number)
         return blocks
+
+    def take_placed(self) -> list[PlacedInFlash]:
+        """What was taken from flash since the last call, in this order, for the worker's wear ledger."""
+        taken, self._placed_in_flash = self._placed_in_flash, []
+        return taken
 
     # ------------------------------------------------------------------ segments
 
@@ -187,7 +197,7 @@ class InPlacePool:
         score = None
         if segment.segment_class is SegmentClass.WORKER and self._score_of is not None:
             score = self._score_of(segment.agent)
-        return PlacedSegment(segment.segment_class, segment.workflow_id, score=score)
+        return PlacedSegment(segment.segment_class, score=score)
 
     def close(self, reader: Reader) -> None:
         """A segment's boundary has come, or somebody else reads on no longer. O(log n) in the live segments."""

@@ -26,6 +26,7 @@ __all__ = [
     "LifetimeMetadata",
     "LifetimeWorkerMetadata",
     "Load",
+    "PlacedInFlash",
     "Store",
 ]
 
@@ -33,6 +34,10 @@ BYTES_READ = "bytes_read"
 BYTES_WRITTEN = "bytes_written"
 DELAY_US = "delay_us"
 """Microseconds by which steps were delayed so that flash in place takes as long as the emulated device."""
+
+
+PlacedInFlash = tuple[str, list[int]]
+"""Segment class, and the ids of blocks in flash that were taken for it; flash in place."""
 
 
 @dataclass(slots=True)
@@ -89,6 +94,8 @@ class LifetimeMetadata(KVConnectorMetadata):
     cancel: set[int] = field(default_factory=set)
     """Loads whose target blocks this step's forward pass, or another load, overwrites: they must be over before."""
     clear_flash: bool = False
+    placed: list[PlacedInFlash] = field(default_factory=list)
+    """What was taken since the step before."""
 
 
 @dataclass(slots=True)
@@ -147,7 +154,7 @@ class LifetimeWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class FlashReport(KVConnectorHandshakeMetadata):
-    """A worker's flash device as it was opened."""
+    """A worker's flash device as it was opened. Flash in place has no slots, and keeps nothing."""
 
     num_slots: int
     recovered: list[tuple[int, bytes]]

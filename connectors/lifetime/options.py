@@ -138,7 +138,7 @@ class LifetimeOptions(BaseModel):
     )
     rank_path: Path | None = Field(
         default=None,
-        description="File of a trained lifetime rank (vllm-lifetime rank train), for placement by lachesis in place. None, or "
+        description="File of a trained lifetime rank (vllm-lifetime rank train), for placement by lachesis. None, or "
         "one that cannot be used: sub-agents are ordered by expected size, and by what is learned while serving.",
     )
     state_path: Path | None = Field(
@@ -191,7 +191,10 @@ class LifetimeOptions(BaseModel):
         if self.flash_persist:
             raise ValueError("flash_mode = 'in_place' keeps nothing across restarts: set flash_persist to false")
         if self.flash_write_bytes_per_day is not None:
-            raise ValueError("flash_write_bytes_per_day works with flash_mode = 'staged' only: set that, or leave it out")
+            raise ValueError(
+                "flash_write_bytes_per_day works with flash_mode = 'staged' only: in place, new blocks lie in flash when HBM is "
+                "full, and no budget can hold them back. Set that, or leave it out and choose what is written by placement"
+            )
         knows_segments = self.policy.acts_on_boundaries or self.policy.needs_scorer
         if not knows_segments and self.placement != HbmFirst.name:
             raise ValueError(

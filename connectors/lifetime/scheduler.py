@@ -112,8 +112,15 @@ class LifetimeScheduler:
             min_shared_tokens=min(MIN_SHARED_TOKENS, options.compaction_tokens),
         )
         self.retentions: RetentionTable | None = None
+        self.spawn_ranks: SpawnRanks | None = None
+        """None: nothing is placed by the order in which sub-agents return."""
+        if options.flash_bytes and options.placement == Lachesis.name:
+            self.spawn_ranks = SpawnRanks(self.lifecycle, options.rank_path, engine_file_path(options.state_path, vllm_config))
+        score_of = None if self.spawn_ranks is None else self.spawn_ranks.score_of
         try:
-            self.flash_writes = FlashWrites(options, self.lifecycle.segments, self.recorder, layout.block_bytes, time.monotonic())
+            self.flash_writes = FlashWrites(
+                options, self.lifecycle.segments, self.recorder, layout.block_bytes, time.monotonic(), score_of=score_of
+            )
         except ValueError as error:
             raise OptionsError(f"flash_write_bytes_per_day: {error}.") from None
         self.wear = WearState(self.recorder)
@@ -127,10 +134,6 @@ class LifetimeScheduler:
         if options.policy.needs_scorer:
             state_path = engine_file_path(options.state_path, vllm_config)
             self.forecasting = Forecasting(options, self.lifecycle, self.recorder, state_path)
-        self.spawn_ranks: SpawnRanks | None = None
-        """None: nothing is placed by the order in which sub-agents return."""
-        if in_place is not None and options.placement == Lachesis.name:
-            self.spawn_ranks = SpawnRanks(self.lifecycle, options.rank_path, engine_file_path(options.state_path, vllm_config))
         self._trace = open_recorder(engine_file_path(options.record_path, vllm_config), layout.block_size_tokens)
         self.prefetch: Prefetch | None = None
         """None: no tier below HBM, or it is off."""
@@ -173,6 +176,9 @@ class LifetimeScheduler:
 
     def bind_flash(self, reports: Sequence[FlashReport]) -> None:
         """The workers' flash devices are open: as many slots as all of them have, holding what survived on all of them (R9)."""
+        self.wear.bind([report.wear for report in reports if report.wear is not None], self.flash_writes)
+        if self.has_in_place_flash:
+            return
         num_slots = min(report.num_slots for report in reports)
         self.flash = SlotTier("flash", FLASH_TIER, num_slots, self._on_slot_evicted)
         self.jobs = TransferJobs(self.host, self.flash, self._run_of_block, self._world_size)
@@ -180,7 +186,6 @@ class LifetimeScheduler:
         for index, key in sorted(survived):
             if index < num_slots and key not in self.flash:
                 self.flash.adopt(index, key)
-        self.wear.bind([report.wear for report in reports if report.wear is not None], self.flash_writes)
         if survived:
             logger.info("flash: %d of %d slots hold blocks from before the restart", len(self.flash), num_slots)
         self._bind_access()
@@ -472,6 +477,8 @@ class LifetimeScheduler:
                 self.prefetch.give_orders(meta, len(scheduler_output.num_scheduled_tokens), now)
         if self.prefetch is not None:
             meta.cancel = self.prefetch.take_cancelled()
+        if self.in_place is not None:
+            meta.placed = self.in_place.take_placed()
         meta.flush, self._flush = self._flush, set()
         return meta
 

@@ -95,8 +95,8 @@ FLASH_WRITTEN_BYTES = Metric(
     "flash_written_bytes",
     PromCounter,
     ("class", "reason"),
-    "Bytes written to flash files by segment class and reason. Blocks: demotion (from HBM), move (from host). Class overhead: "
-    "record, header, ledger.",
+    "Bytes written to flash files by segment class and reason. KV: demotion (from HBM), move (from host), in_place. Class "
+    "overhead: record, header, ledger.",
 )
 FLASH_WRITES_REFUSED = Metric(
     "flash_writes_refused",

@@ -31,6 +31,7 @@ from vllm_lifetime.connectors.lifetime.metadata import (
 )
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions
 from vllm_lifetime.flash import FlashDevice
+from vllm_lifetime.flash.wear import WearLedger
 from vllm_lifetime.flash.wear_counts import UNKNOWN_CLASS
 from vllm_lifetime.flash.wear_figures import WearSnapshot
 
@@ -123,17 +124,27 @@ class LifetimeWorker:
         )
 
     def flash_report(self) -> FlashReport | None:
-        """The flash device for the scheduler side; None without one."""
-        if self._device is None:
-            return None
-        wear = self._device.wear
-        return FlashReport(self._device.num_slots, self._device.recovered(), None if wear is None else wear.snapshot)
+        """The flash file for the scheduler side; None without one."""
+        ledger = self._ledger
+        wear = None if ledger is None else ledger.snapshot
+        if self._device is not None:
+            return FlashReport(self._device.num_slots, self._device.recovered(), wear)
+        return None if wear is None else FlashReport(0, [], wear)
+
+    @property
+    def _ledger(self) -> WearLedger | None:
+        """The flash file's."""
+        if self.in_place is not None:
+            return self.in_place.ledger
+        return None if self._device is None else self._device.wear
 
     # ------------------------------------------------------------------ each step
 
     def before_forward(self, orders: LifetimeMetadata) -> None:
         """Start the step's transfers, and end those copies down whose source blocks it is about to overwrite."""
         self._step = orders.step
+        if self.in_place is not None:
+            self.in_place.name_blocks(orders.placed)
         if self._copies is None:
             for order in orders.loads:
                 self._fail_load(order)
@@ -278,7 +289,7 @@ class LifetimeWorker:
 
     def _new_wear(self) -> list[WearSnapshot]:
         """The flash file's ledger if it has changed since the last report: with the jobs that are done, and once a second."""
-        ledger = None if self._device is None else self._device.wear
+        ledger = self._ledger
         if ledger is None:
             return []
         snapshot = ledger.refresh() if self._results else ledger.snapshot

@@ -204,7 +204,8 @@ class SimulatedEngine:
         sampled = [self._forward(request_id, count) for request_id, count in output.num_scheduled_tokens.items()]
         transfers = None
         if worker is not None:
-            worker.start_load_kv(SimpleNamespace(attn_metadata=None))  # type: ignore[arg-type]
+            metadata_of_step = self._attention(output.num_scheduled_tokens)
+            worker.start_load_kv(SimpleNamespace(attn_metadata=metadata_of_step))  # type: ignore[arg-type]
             worker.wait_for_save()
             sent, received = worker.get_finished(output.finished_req_ids)
             transfers = KVConnectorOutput(
@@ -231,6 +232,25 @@ class SimulatedEngine:
                 self.stats.append(answer.scheduler_stats.kv_connector_stats)
             for one in answer.outputs:
                 self.outputs.setdefault(one.request_id, []).extend(one.new_token_ids)
+
+    def _attention(self, num_scheduled: dict[str, int]) -> Any:
+        """What vLLM's attention backend is told of a step; None if it computes nothing."""
+        if not num_scheduled:
+            return None
+        ends = [self.scheduler.requests[request_id].num_computed_tokens for request_id in num_scheduled]
+        tables = [self.scheduler.kv_cache_manager.get_block_ids(request_id)[0] for request_id in num_scheduled]
+        slots = [
+            table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for table, end, count in zip(tables, ends, num_scheduled.values(), strict=True)
+            for position in range(end - count, end)
+        ]
+        width = max(map(len, tables))
+        return SimpleNamespace(
+            block_table=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables]),
+            seq_lens=torch.tensor(ends),
+            slot_mapping=torch.tensor([*slots, -1]),
+            num_actual_tokens=len(slots),
+        )
 
     def _forward(self, request_id: str, count: int) -> list[int]:
         """Write the scheduled tokens' KV, then read and check the whole prefix, as attention would."""

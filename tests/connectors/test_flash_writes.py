@@ -126,6 +126,26 @@ def test_of_workers_the_larger_half_is_written(
     assert tiers_of(engine).flash_writes.refused_blocks["worker"]["placement"] >= 4  # type: ignore[union-attr]
 
 
+def test_of_announced_workers_the_half_that_is_predicted_to_live_longer_is_written(
+    make_engine: Callable[..., SimulatedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have the same size; with nothing learned, a longer instruction announces a longer life."""
+    monkeypatch.setattr(flash_writes, "WORKERS_EVERY_S", 0.0)
+    engine = make_engine(NUM_BLOCKS, tiers(tmp_path, 0, 250, placement="lachesis"))
+    for seed in range(20):
+        session, who = f"s{seed}", {"workflow_id": f"w{seed}", "agent": "a", "agent_id": "a1", "parent_agent_id": "p"}
+        spawn = {"instruction": "go " * (10 if seed % 2 else 400)}
+        assert engine.boundary("subagent_spawn", f"m{seed}", session_id=session, **who, spawn=spawn)["status"] == "accepted"
+        serve(engine, f"r{seed}", prompt(seed), session_id=session, metadata={**who, "segment_class": "worker"})
+        engine.settle()
+    in_flash = {True: 0, False: 0}
+    for segment in engine.connector._scheduler_side.lifecycle.segments:
+        is_long = int(segment.workflow_id.removeprefix("w")) % 2 == 0
+        in_flash[is_long] += sum(run.num_blocks[FLASH_TIER] for run in segment.runs)
+    # The first worker has nobody to be compared with.
+    assert in_flash[True] > 60 and in_flash[False] <= 20
+
+
 @pytest.mark.parametrize("host", [0, 20])
 def test_the_daily_budget_holds_writes_back_and_serving_goes_on(
     make_engine: Callable[..., SimulatedEngine], counters: Any, tmp_path: Path, host: int

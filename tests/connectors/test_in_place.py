@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 from vllm_lifetime.connectors.lifetime.in_place import InPlaceMemory, InPlacePlan
 from vllm_lifetime.connectors.lifetime.options import LifetimeOptions, OptionsError, parse_options
 from vllm_lifetime.flash import FlashError
+from vllm_lifetime.flash.wear_file import read_wear_file
 
 NUM_BLOCKS = 32
 NUM_FLASH = 20
@@ -190,6 +191,33 @@ def test_kv_really_lies_in_the_file(make_engine: Callable[..., Any], tmp_path: P
 # ---------------------------------------------------------------------- what a step does to flash
 
 
+def test_ledger_knows_whose_every_byte_is(
+    make_engine: Callable[..., Any], tmp_path: Path, counters: Callable[[Any], Counter[str]]
+) -> None:
+    """By class, in the counters, in the control API's figures and, after a restart, in the file beside the flash file."""
+    token_bytes = BLOCK_BYTES // BLOCK_SIZE
+    engine = make_engine(NUM_BLOCKS, in_place(tmp_path))
+    for name, tokens, max_tokens in (("lead", 64, 20), ("shared", 40, 2), ("worker", 50, 4)):
+        serve(engine, name, prompt(tokens, tokens), max_tokens=max_tokens, session_id=name, metadata={"segment_class": name})
+    written = {"lead": {"in_place": 83 * token_bytes}, "shared": {"in_place": 41 * token_bytes}}
+    engine.worker._worker_side.in_place.ledger.refresh()
+    engine.add("last", prompt(99, 3), 1)  # the figures come with a step
+    engine.run()
+    (figures,) = engine.connector.lifetime_call("tiers", {})["wear"]
+    assert {name: by for name, by in figures["written_bytes"].items() if name != "overhead"} == written
+    assert figures["payload_bytes"] == counters(engine)["bytes_written.flash"] == 124 * token_bytes
+    shown = {name: counters(engine)[f"flash_written_bytes.{name}.in_place"] for name in ("lead", "shared", "worker")}
+    assert shown == {"lead": 83 * token_bytes, "shared": 41 * token_bytes, "worker": 0}
+    assert figures["cycles"]["max"] > 0 and figures["rates_bytes_per_s"]["process"] > 0
+    engine.shutdown()
+    _, counts, _ = read_wear_file(str(tmp_path / "flash.kv.wear"))
+    assert counts.payload_bytes == 124 * token_bytes
+    again = make_engine(NUM_BLOCKS, in_place(tmp_path))
+    (figures,) = again.connector.lifetime_call("tiers", {})["wear"]
+    assert {name: by for name, by in figures["written_bytes"].items() if name != "overhead"} == written
+    assert figures["rates_bytes_per_s"]["process"] == 0
+
+
 def make_memory(model: Path, tmp_path: Path, **options: Any) -> InPlaceMemory:
     given = parse_options(in_place(tmp_path, **options), check_machine=False)
     config = make_vllm_config(model, NUM_BLOCKS, in_place(tmp_path, **options))
@@ -261,7 +289,7 @@ def test_tiers_say_that_flash_is_emulated(make_engine: Callable[..., Any], tmp_p
         ({"placement": "lru_migrate"}, "choose hbm_first"),
         ({"placement": "nonsense"}, "there are hbm_first"),
         ({"eviction_policy": "lru"}, "choose another eviction_policy"),
-        ({"flash_write_bytes_per_day": 10**9}, "works with flash_mode = 'staged' only"),
+        ({"flash_write_bytes_per_day": 10**9}, "no budget can hold them back. Set that, or leave it out"),
         ({"flash_mode": "staged", "flash_emulation": {"read_latency_s": 0.1}}, "set that, or leave it out"),
         ({"flash_emulation": {"page_bytes": 0}}, "flash_emulation.page_bytes = 0"),
     ],

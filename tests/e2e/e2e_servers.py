@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_client import Answer, Api, make_server, tier_options
+from e2e_logprobs import Replies, ask_everything
 from e2e_workload import CROWD, GROWING, KEPT, RELOAD, WRITING, agents_sequence
 
 from benchmarks.server import VllmServer
@@ -27,6 +28,8 @@ class Stock:
     """`agents_sequence()`, one request after the other on an empty cache."""
     crowd: list[Answer] = field(default_factory=list)
     """`CROWD`, all at the same time."""
+    replies: Replies = field(default_factory=Replies)
+    """With log probabilities."""
     lifetime_status: int = 0
     """HTTP status of `GET /lifetime/v1/tiers`."""
     metric_names: set[str] = field(default_factory=set)
@@ -48,6 +51,7 @@ def ask_stock(api: Api, is_full: bool) -> Stock:
         assert api.http.post("/reset_prefix_cache").json() == {"success": True}
         answers.sequence = [api.ask(prompt) for prompt in agents_sequence()]
         answers.crowd = api.ask_together(CROWD)
+    answers.replies = ask_everything(api, is_full=is_full)
     return answers
 
 

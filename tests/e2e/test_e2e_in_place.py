@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash in place: a server whose KV blocks lie for two thirds in the flash file answers as one that has them all in HBM.
+"""Flash in place: a server whose KV blocks lie for two thirds in the flash file answers as stock vLLM, which has them all in HBM.
 
 Tokens and log probabilities, in float32 and bfloat16, also under eviction and preemption; and what lies in the file is really
 read there. In bfloat16 the rounding depends on how a prompt was cut into steps, so that answers are compared where as many tokens
 were cached.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +14,19 @@ from typing import Any
 import pytest
 from e2e_ahead import ahead
 from e2e_client import BLOCK_BYTES, Api
+from e2e_flash_file import FlashFileKnife
+from e2e_logprobs import CLASSES, Replies, Reply, ask, ask_everything, assert_same
 from e2e_mounts import small_tmpfs
 from e2e_refusal import Refusal, early_refusals, refusal
-from e2e_servers import Servers
-from e2e_workload import GROWING, RELOAD, Prompt, agents_sequence
+from e2e_servers import Servers, Stock
+from e2e_workload import BLOCK_TOKENS, RELOAD, Prompt, filler
 
-from benchmarks.server import VllmServer, metric_sum
+from benchmarks.server import Metrics, VllmServer, metric_sum
+from vllm_lifetime.flash import WearOptions
+from vllm_lifetime.flash.ledger_of_file import open_ledger
+from vllm_lifetime.flash.storage import open_flash_file
+from vllm_lifetime.flash.wear_figures import WearSnapshot
+from vllm_lifetime.flash.wear_file import read_wear_file
 
 FLASH_BLOCKS = 16
 """Of the 24 that every server here has."""
@@ -29,31 +34,26 @@ FLASH_BLOCKS = 16
 HEADER_BYTES = 3 * 4096
 """Header, epoch and table of a file with so few blocks."""
 
-CLASSES = ("lead", "worker", "reasoning_stripped", "reasoning_laden")
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a completion returned."""
+class Killed:
+    """What kill -9 right after an answer leaves."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    cached_tokens: int
+    prompt: Prompt
+    """Asked for last, of a class that belongs in flash."""
+    found: WearSnapshot
+    """The ledger as the next start finds it."""
+    nonzero_bytes: int
+    """In the flash file, which was zeroed before."""
 
 
 @dataclass
 class Run:
-    """What one server answered."""
+    """What was seen of one server."""
 
-    cold: list[Reply] = field(default_factory=list)
-    """`RELOAD`, one after the other, each on an empty cache, and then again."""
-    warm: list[Reply] = field(default_factory=list)
-    sequence: list[Reply] = field(default_factory=list)
-    """`agents_sequence()`, which needs several times the pool."""
-    growing: list[Reply] = field(default_factory=list)
-    """`GROWING`, all at the same time, twice; float32 only."""
-    num_preemptions: float = 0
+    replies: Replies = field(default_factory=Replies)
     placed: dict[tuple[str, str], float] = field(default_factory=dict)
     """Blocks by tier and class."""
     flash: dict[str, float] = field(default_factory=dict)
@@ -61,51 +61,13 @@ class Run:
     before_zeroing: Reply | None = None
     after_zeroing: Reply | None = None
     after_reset: Reply | None = None
+    wear: dict[str, Any] = field(default_factory=dict)
+    """The ledger, by the control API, once it has what the metrics have."""
+    ledger_bytes: int = 0
+    """KV bytes, as its file has them after the server's end; float32, which is stopped in an orderly way."""
+    killed: Killed | None = None
+    """bfloat16."""
     is_file_left: bool = True
-
-
-def ask(api: Api, prompt: Prompt, segment_class: str, session: str) -> Reply:
-    """One completion with log probabilities, of a session's segment of that class."""
-    metadata: dict[str, Any] = {"segment_class": segment_class, "agent": segment_class, "agent_id": segment_class}
-    if segment_class == "worker":
-        metadata["parent_agent_id"] = "lead"
-    body = api.body(prompt.tokens, prompt.max_tokens, logprobs=1, kv_transfer_params={"lifetime": metadata})
-    response = api.http.post("/v1/completions", json=body, headers={"X-Session-ID": session})
-    assert response.status_code == 200, f"{response.status_code} {response.text}\n{api.server.log_tail()}"
-    answer = response.json()
-    choice = answer["choices"][0]
-    details = answer["usage"].get("prompt_tokens_details") or {}
-    return Reply(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), details.get("cached_tokens") or 0)
-
-
-def ask_everything(api: Api, *, is_full: bool) -> Run:
-    """The workload, in a fixed order."""
-    run = Run()
-    for index, prompt in enumerate(RELOAD):
-        api.reset()
-        segment_class = CLASSES[index % len(CLASSES)]
-        run.cold.append(ask(api, prompt, segment_class, f"reload-{index}"))
-        run.warm.append(ask(api, prompt, segment_class, f"reload-{index}"))
-    api.reset()
-    for index, prompt in enumerate(agents_sequence()):
-        run.sequence.append(ask(api, prompt, CLASSES[index % len(CLASSES)], f"agents-{index % 5}"))
-    if is_full:
-        for turn in range(2):
-            with ThreadPoolExecutor(len(GROWING)) as threads:
-                asked = [
-                    threads.submit(ask, api, prompt, CLASSES[index % len(CLASSES)], f"growing-{turn}-{index}")
-                    for index, prompt in enumerate(GROWING)
-                ]
-                run.growing += [one.result() for one in asked]
-        run.num_preemptions = api.metric("num_preemptions_total")
-    run.tiers = api.settle()
-    return run
-
-
-def all_hbm(servers: Servers, dtype: str) -> Run:
-    """The same connector, with all blocks in memory."""
-    with servers.start(servers.directory(), dtype, {}) as api:
-        return ask_everything(api, is_full=dtype == "float32")
 
 
 def in_place(servers: Servers, dtype: str) -> Run:
@@ -115,7 +77,7 @@ def in_place(servers: Servers, dtype: str) -> Run:
     options = in_place_options(path, dtype) | {"placement": "lachesis_no_predictive"}
     # Without it vLLM kills its engine at SIGTERM, and whether a worker ends before that is a race.
     with servers.start(directory, dtype, options, "--shutdown-timeout", "60") as api:
-        run = ask_everything(api, is_full=dtype == "float32")
+        run = Run(ask_everything(api, is_full=dtype == "float32"), tiers=api.settle())
         metrics = api.metrics()
         run.placed = {
             (tier, name): metric_sum(metrics, "vllm:lifetime_placed_blocks_total", tier=tier, **{"class": name})
@@ -136,8 +98,37 @@ def in_place(servers: Servers, dtype: str) -> Run:
         run.after_zeroing = ask(api, prompt, "lead", "zeroed")
         api.reset()
         run.after_reset = ask(api, prompt, "lead", "zeroed")
+        run.wear = settled_wear(api)
+        if dtype == "bfloat16":
+            ask(api, RELOAD[3], "lead", "killed")
+            api.server.kill_9()
+            run.killed = left_behind(path, RELOAD[3])
+            return run
     run.is_file_left = path.exists()
+    run.ledger_bytes = read_wear_file(f"{path}.wear")[1].payload_bytes
     return run
+
+
+def settled_wear(api: Api) -> dict[str, Any]:
+    """The ledger's figures when they have all that was written: they are up to a second old, and come with a step."""
+    figures: dict[str, Any] = {}
+
+    def is_settled(metrics: Metrics) -> bool:
+        nonlocal figures
+        api.complete(filler(1, 20), 1)  # a block in HBM
+        (figures,) = api.http.get("/lifetime/v1/tiers").json()["wear"]
+        return figures["payload_bytes"] == metric_sum(metrics, "vllm:lifetime_bytes_written_total", tier="flash") > 0
+
+    api.await_metric(is_settled, "the wear ledger has all that was written")
+    return figures
+
+
+def left_behind(path: Path, prompt: Prompt) -> Killed:
+    """Look at the file, and open it as the next start does."""
+    nonzero = path.stat().st_size - path.read_bytes().count(0)
+    layout = FlashFileKnife(path).layout
+    file = open_flash_file(str(path), layout.geometry, size_bytes=layout.size_bytes, persist=False)
+    return Killed(prompt, open_ledger(str(path), file, WearOptions()).snapshot, nonzero)
 
 
 def in_place_options(path: Path, dtype: str = "float32", flash_blocks: int = FLASH_BLOCKS) -> dict[str, Any]:
@@ -146,36 +137,34 @@ def in_place_options(path: Path, dtype: str = "float32", flash_blocks: int = FLA
     return {"flash_mode": "in_place", "flash_path": str(path), "flash_bytes": flash_bytes}
 
 
-@ahead(num_starts=2)
-def float32_runs(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """All in HBM, and in place."""
-    return all_hbm(servers, "float32"), in_place(servers, "float32")
+@ahead(num_starts=1)
+def float32_in_place(servers: Servers, _: pytest.TempPathFactory) -> Run:
+    """See `in_place`."""
+    return in_place(servers, "float32")
 
 
-@ahead(num_starts=2)
-def bfloat16_runs(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """All in HBM, and in place."""
-    return all_hbm(servers, "bfloat16"), in_place(servers, "bfloat16")
+@ahead(num_starts=1)
+def bfloat16_in_place(servers: Servers, _: pytest.TempPathFactory) -> Run:
+    """See `in_place`."""
+    return in_place(servers, "bfloat16")
 
 
 @pytest.fixture
-def runs(dtype: str, float32_runs: tuple[Run, Run], bfloat16_runs: tuple[Run, Run]) -> tuple[Run, Run]:
-    """Both servers' answers."""
-    return float32_runs if dtype == "float32" else bfloat16_runs
+def run(dtype: str, float32_in_place: Run, bfloat16_in_place: Run) -> Run:
+    """The server with flash in place."""
+    return float32_in_place if dtype == "float32" else bfloat16_in_place
 
 
-def assert_same(expected: Sequence[Reply], got: Sequence[Reply], *, tolerance: float) -> None:
-    """Equal tokens, and log probabilities that differ by no more than `tolerance`."""
-    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
-        assert other.tokens == one.tokens, f"answer {index}, {other.cached_tokens} tokens cached"
-        difference = max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
-        assert difference <= tolerance, f"answer {index}: log probabilities differ by {difference}"
+@pytest.fixture
+def expected(dtype: str, stock: dict[str, Stock]) -> Replies:
+    """Stock vLLM's, all blocks in HBM."""
+    return stock[dtype].replies
 
 
 @both_dtypes
-def test_same_tokens_and_logprobs(runs: tuple[Run, Run]) -> None:
+def test_same_tokens_and_logprobs(expected: Replies, run: Run) -> None:
     """Cold and warm, whatever tier the class belongs in."""
-    expected, got = runs
+    got = run.replies
     for one, other, prompt in zip(expected.warm, got.warm, RELOAD, strict=True):
         assert one.cached_tokens == other.cached_tokens == prompt.reusable_tokens
     assert all(reply.cached_tokens == 0 for reply in got.cold)
@@ -184,9 +173,9 @@ def test_same_tokens_and_logprobs(runs: tuple[Run, Run]) -> None:
 
 
 @both_dtypes
-def test_same_tokens_under_eviction(runs: tuple[Run, Run], dtype: str) -> None:
+def test_same_tokens_under_eviction(expected: Replies, run: Run, dtype: str) -> None:
     """Agents whose contexts do not fit together."""
-    expected, got = runs
+    got = run.replies
     if dtype == "float32":
         assert_same(expected.sequence, got.sequence, tolerance=1e-3)
         return
@@ -196,45 +185,68 @@ def test_same_tokens_under_eviction(runs: tuple[Run, Run], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32"])
-def test_same_tokens_under_preemption(runs: tuple[Run, Run]) -> None:
+def test_same_tokens_under_preemption(expected: Replies, run: Run) -> None:
     """Requests that outgrow both tiers together."""
-    expected, got = runs
+    got = run.replies
     assert min(expected.num_preemptions, got.num_preemptions) > 0
     assert_same(expected.growing, got.growing, tolerance=1e-3)
 
 
 @both_dtypes
-def test_class_decides_where_blocks_lie(runs: tuple[Run, Run], dtype: str) -> None:
+def test_class_decides_where_blocks_lie(run: Run, dtype: str) -> None:
     """Long-lived classes in flash, short-lived ones in HBM; both tiers work, and nothing leaks."""
-    _, got = runs
     # Six prompts in turn, of which those with short-lived classes do not fit into HBM.
-    assert got.placed["flash", "lead"] > got.placed["hbm", "lead"]
-    assert got.placed["flash", "reasoning_stripped"] > got.placed["hbm", "reasoning_stripped"]
-    assert got.placed["hbm", "worker"] > 0 and got.placed["hbm", "reasoning_laden"] > 0
-    assert got.flash["hit_blocks"] > 0
-    assert got.flash["bytes_read"] > got.flash["bytes_written"] > FLASH_BLOCKS * BLOCK_BYTES[dtype]
-    assert got.tiers["flash"]["capacity_blocks"] == FLASH_BLOCKS
-    assert got.tiers["hbm"]["capacity_blocks"] == 24 - FLASH_BLOCKS - 1
-    assert [tier["held_blocks"] for tier in got.tiers.values()] == [0, 0, 0]
+    assert run.placed["flash", "lead"] > run.placed["hbm", "lead"]
+    assert run.placed["flash", "reasoning_stripped"] > run.placed["hbm", "reasoning_stripped"]
+    assert run.placed["hbm", "worker"] > 0 and run.placed["hbm", "reasoning_laden"] > 0
+    assert run.flash["hit_blocks"] > 0
+    assert run.flash["bytes_read"] > run.flash["bytes_written"] > FLASH_BLOCKS * BLOCK_BYTES[dtype]
+    assert run.tiers["flash"]["capacity_blocks"] == FLASH_BLOCKS
+    assert run.tiers["hbm"]["capacity_blocks"] == 24 - FLASH_BLOCKS - 1
+    assert [tier["held_blocks"] for tier in run.tiers.values()] == [0, 0, 0]
 
 
 @both_dtypes
-def test_tokens_come_from_the_file(runs: tuple[Run, Run]) -> None:
+def test_tokens_come_from_the_file(run: Run) -> None:
     """Zeroing it from outside changes the answer; computing it again mends it."""
-    _, got = runs
-    before, after, again = got.before_zeroing, got.after_zeroing, got.after_reset
+    before, after, again = run.before_zeroing, run.after_zeroing, run.after_reset
     assert before is not None and after is not None and again is not None
     assert before.cached_tokens == after.cached_tokens == RELOAD[0].reusable_tokens
-    assert before.tokens == got.warm[0].tokens
+    assert before.tokens == run.replies.warm[0].tokens
     assert after.tokens != before.tokens
-    assert again.tokens == got.cold[0].tokens
+    assert again.tokens == run.replies.cold[0].tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+def test_file_stays_after_an_orderly_stop(run: Run) -> None:
+    """It holds nothing that a later server could use. Its ledger stays, with every byte."""
+    assert not run.is_file_left
+    assert run.ledger_bytes == run.wear["payload_bytes"]
 
 
 @both_dtypes
-def test_file_stays_after_an_orderly_stop(runs: tuple[Run, Run]) -> None:
-    """It holds nothing that a later server could use."""
-    _, got = runs
-    assert not got.is_file_left
+def test_wear_ledger_has_every_byte_by_class(run: Run, dtype: str) -> None:
+    """As many as the metrics, which the figures were waited for; and erase blocks have been cycled for them."""
+    by_class = {name: reasons for name, reasons in run.wear["written_bytes"].items() if name != "overhead"}
+    assert all(list(reasons) == ["in_place"] for reasons in by_class.values())
+    assert sum(reasons["in_place"] for reasons in by_class.values()) == run.wear["payload_bytes"] > run.flash["bytes_written"]
+    assert by_class["lead"]["in_place"] > by_class["reasoning_laden"]["in_place"] > 0
+    assert 0.8 < run.wear["write_amplification"] < 1.5 < run.wear["in_place_write_amplification"]
+    assert run.wear["cycles"]["max"] > 1 and run.wear["device_years"]["process"] > 0
+    assert run.wear["ledger"]["is_kept"] and not run.wear["ledger"]["errors"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_wear_ledger_loses_no_byte_by_kill_9(run: Run, dtype: str) -> None:
+    """The next start finds what the last request wrote, whenever the last flush was, and the file shows that it is there."""
+    killed = run.killed
+    assert killed is not None
+    tokens = len(killed.prompt.tokens) + killed.prompt.max_tokens - 1
+    assert killed.found.payload_bytes == run.wear["payload_bytes"] + tokens * BLOCK_BYTES[dtype] // BLOCK_TOKENS
+    assert killed.found.header.wear_id == run.wear["wear_id"]
+    # Since the file was zeroed; hardly any byte of KV is zero.
+    assert 0.9 * tokens * BLOCK_BYTES[dtype] / BLOCK_TOKENS < killed.nonzero_bytes
+    assert killed.nonzero_bytes < killed.found.payload_bytes - run.flash["bytes_written"] + HEADER_BYTES
 
 
 # ---------------------------------------------------------------------- refusals

@@ -41,6 +41,29 @@ def test_cycles_are_those_of_a_model_that_keeps_every_page(writes: list[tuple[in
     assert (summary.in_place_erases, summary.max_in_place_erases) == (sum(erases), max(erases))
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 10 * NAND_PAGE_BYTES), st.integers(1, 6 * NAND_PAGE_BYTES), st.integers(1, 4), st.integers(0, 4)
+        ),
+        max_size=20,
+    )
+)
+def test_several_writes_at_once_are_as_many_one_by_one(writes: list[tuple[int, int, int, int]]) -> None:
+    """In place; of the levelled pages there are as many as were programmed."""
+    at_once, one_by_one, levelled = (EraseBlocks(NUM_BLOCKS * BLOCK, BLOCK) for _ in range(3))
+    for offset, length, times, programs in writes:
+        programs = min(programs, times)
+        num_pages = sum(levelled.program(offset, length) for _ in range(programs))
+        assert at_once.program(offset, length, times, programs) == num_pages
+        for _ in range(times):
+            one_by_one.program(offset, length)
+    assert at_once.pages_programmed == levelled.pages_programmed
+    assert at_once.erases == one_by_one.erases
+    in_place = [sum(each.pages_programmed) + each.moved_pages for each in (at_once, one_by_one)]
+    assert in_place[0] == in_place[1]
+
+
 def test_a_restart_counts_written_blocks_as_full() -> None:
     blocks = EraseBlocks(2 * BLOCK, BLOCK)
     blocks.program(0, NAND_PAGE_BYTES)

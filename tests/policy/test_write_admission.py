@@ -37,6 +37,18 @@ def test_lachesis_writes_the_larger_half_of_the_workers() -> None:
     assert rule.admits(SegmentClass.LEAD, 0), "size is nothing to other classes"
 
 
+def test_lachesis_writes_the_half_that_is_predicted_to_live_longer() -> None:
+    """Whatever its size; those without a score have a half of their own."""
+    rule = admission("lachesis")
+    rule.set_workers([3, 7], [-2.0, 0.5, -1.0, 4.0])
+    written = [score for score in (-2.0, -1.0, 0.5, 4.0) if rule.admits(SegmentClass.WORKER, 1, score)]
+    assert written == [0.5, 4.0]
+    assert [size for size in (3, 7) if rule.admits(SegmentClass.WORKER, size)] == [7]
+    rule.set_workers([3, 7])
+    assert rule.admits(SegmentClass.WORKER, 1, -9.0), "the only one that has a score"
+    assert not rule.admits(SegmentClass.REVIEWER, 9, 9.0)
+
+
 def test_without_the_predictive_path_size_does_not_count() -> None:
     rule = admission("lachesis_no_predictive")
     rule.set_workers([5, 1, 9, 3])

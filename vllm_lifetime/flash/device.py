@@ -35,11 +35,11 @@ from vllm_lifetime.flash.layout import (
     EPOCH_BYTES,
     MAX_KEY_BYTES,
     RECORD_BYTES,
-    WEAR_ID_BYTES,
     FlashGeometry,
     pack_record,
     payload_checksum_of,
 )
+from vllm_lifetime.flash.ledger_of_file import open_ledger
 from vllm_lifetime.flash.records import keys_of, withdraw_records
 from vllm_lifetime.flash.storage import (
     FlashFile,
@@ -47,7 +47,6 @@ from vllm_lifetime.flash.storage import (
     open_flash_file,
     remove_file,
     write_epoch,
-    write_wear_id,
 )
 from vllm_lifetime.flash.transfer import length_of, read_payload, write_fully, write_payload
 from vllm_lifetime.flash.wear import WearLedger, WearOptions
@@ -151,7 +150,9 @@ class FlashDevice:
         name = os.fspath(path)
         file = open_flash_file(name, geometry, size_bytes=size_bytes, persist=persist)
         try:
-            ledger = None if wear is None else _open_ledger(name, file, wear)
+            ledger = None if wear is None else open_ledger(name, file, wear)
+            if ledger is not None:
+                ledger.start()
         except BaseException:
             if file.is_created:
                 remove_file(name, file.file_descriptor)
@@ -391,26 +392,6 @@ class FlashDevice:
         if not errors:
             for slot in slots:
                 self._count_overhead(self._layout.table_offset + slot * RECORD_BYTES, RECORD_BYTES, WriteReason.RECORD)
-
-
-def _open_ledger(path: str, file: FlashFile, options: WearOptions) -> WearLedger:
-    """The ledger of an open flash file, which gets its id if it has another.
-
-    Raises:
-        FlashFormatError: see `WearLedger.open`.
-    """
-    layout = file.layout
-    ledger = WearLedger.open(path, layout.size_bytes, options, file.trace)
-    if file.is_new:
-        ledger.note_overhead(0, layout.epoch_offset + EPOCH_BYTES, WriteReason.HEADER)
-    if file.is_new or file.trace.wear_id != ledger.header.wear_id:
-        try:
-            write_wear_id(file.file_descriptor, layout, ledger.header.wear_id)
-            ledger.note_overhead(layout.epoch_offset + EPOCH_BYTES, WEAR_ID_BYTES, WriteReason.HEADER)
-        except OSError as error:
-            logger.warning("The flash file %s does not take the id of its wear ledger: %s.", path, error.strerror)
-    ledger.start()
-    return ledger
 
 
 def _record_range(slot: int) -> slice:

@@ -39,7 +39,8 @@ class EraseBlockSummary:
         max_cycles: of the most programmed block.
         in_place_erases: erases in all, had each write been done in place.
         max_in_place_erases: of the block with the most.
-        moved_pages: pages that were copied in place because their block was erased for another's sake.
+        moved_pages: pages that writing in place programs beyond the levelled ones: copied because their block was erased for
+            another's sake, or programmed again because nothing waited until they were full.
     """
 
     num_blocks: int = 0
@@ -80,8 +81,12 @@ class EraseBlocks:
         self.moved_pages = moved_pages
         self._programmed = [_ALL if pages else 0 for pages in self.pages_programmed]
 
-    def program(self, offset: int, length: int) -> int:
-        """`length` bytes from `offset` on were written. Returns the pages programmed, none outside the file. O(blocks)."""
+    def program(self, offset: int, length: int, writes: int = 1, programs: int = 1) -> int:
+        """`length` bytes from `offset` on were written `writes` times, one after the other.
+
+        `programs`, at most `writes`: how often their pages are programmed where a buffer keeps pages that are not full. Returns
+        the pages that this makes, none outside the file. O(blocks).
+        """
         first = offset // NAND_PAGE_BYTES
         end = -(-(offset + length) // NAND_PAGE_BYTES)
         per_block = self.pages_per_block
@@ -89,25 +94,27 @@ class EraseBlocks:
         while page < end:
             block = page // per_block
             if block >= self.num_blocks:
-                return page - first
+                return (page - first) * programs
             start = page - block * per_block
             count = min(end - page, per_block - start)
-            self._program_in(block, start, count)
+            self._program_in(block, start, count, writes, programs)
             page += count
-        return page - first
+        return (page - first) * programs
 
-    def _program_in(self, block: int, start: int, count: int) -> None:
+    def _program_in(self, block: int, start: int, count: int, writes: int, programs: int) -> None:
         per_block = self.pages_per_block
-        self.pages_programmed[block] += count
+        self.pages_programmed[block] += count * programs
+        self.moved_pages += count * (writes - programs)
         programmed = self._programmed[block]
         if count == per_block:
-            self.erases[block] += programmed != 0
+            self.erases[block] += writes - (programmed == 0)
             self._programmed[block] = _ALL
             return
         mask = ((1 << count) - 1) << start
-        if programmed & mask:
-            self.erases[block] += 1
-            self.moved_pages += per_block - count if programmed == _ALL else (programmed & ~mask).bit_count()
+        num_erases = writes - (programmed & mask == 0)
+        if num_erases:
+            self.erases[block] += num_erases
+            self.moved_pages += num_erases * (per_block - count if programmed == _ALL else (programmed & ~mask).bit_count())
         self._programmed[block] = programmed | mask
 
     def summary(self) -> EraseBlockSummary:

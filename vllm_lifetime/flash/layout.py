@@ -4,7 +4,8 @@
 The file, all integers little endian::
 
     0                header   magic, version, JSON length, slot count, file size, checksum, JSON
-    epoch_offset     epoch    the number that every valid record was signed with, and its checksum; the wear ledger's id
+    epoch_offset     epoch    the number that every valid record was signed with, and its checksum; the wear ledger's id;
+                              of flash in place, the KV bytes that the ledger counts, kept up with each step
     table_offset     table    one 64-byte record per slot
     payload_offset   payload  one block per slot, at a stride of whole 4 KiB pages
 
@@ -32,6 +33,7 @@ __all__ = [
     "MAGIC",
     "MAX_KEY_BYTES",
     "PAGE_BYTES",
+    "PAYLOAD_TOTAL_BYTES",
     "RECORD_BYTES",
     "RECORD_DTYPE",
     "WEAR_ID_BYTES",
@@ -42,11 +44,13 @@ __all__ = [
     "header_bytes_from_prefix",
     "pack_epoch",
     "pack_header",
+    "pack_payload_total",
     "pack_record",
     "pack_wear_id",
     "payload_checksum_of",
     "unpack_epoch",
     "unpack_header",
+    "unpack_payload_total",
     "unpack_wear_id",
     "valid_slots",
 ]
@@ -70,6 +74,11 @@ EPOCH_BYTES = _EPOCH.size
 
 WEAR_ID_BYTES = 24
 """The id of the file's wear ledger and its checksum; they follow the epoch."""
+
+_PAYLOAD_TOTAL = struct.Struct("<QQ")
+PAYLOAD_TOTAL_BYTES = _PAYLOAD_TOTAL.size
+"""KV bytes written to flash in place in the ledger's life, and their complement; they follow the ledger's id."""
+_LARGEST_TOTAL = (1 << 60) - 1
 
 STATE_EMPTY = 0
 STATE_VALID = 1
@@ -288,6 +297,19 @@ def unpack_wear_id(raw: bytes) -> str | None:
     if len(raw) < WEAR_ID_BYTES or raw[16:WEAR_ID_BYTES] != _CHECKSUM.pack(xxh3_64_intdigest(raw[:16])):
         return None
     return raw[:16].hex()
+
+
+def pack_payload_total(total: int) -> bytes:
+    """What follows the ledger's id. ``total``: bytes, less than 2**60."""
+    return _PAYLOAD_TOTAL.pack(total, total ^ 0xFFFFFFFFFFFFFFFF)
+
+
+def unpack_payload_total(raw: bytes) -> int | None:
+    """Bytes, or None if none were noted, or the note is damaged."""
+    if len(raw) < PAYLOAD_TOTAL_BYTES:
+        return None
+    total, complement = _PAYLOAD_TOTAL.unpack(raw[:PAYLOAD_TOTAL_BYTES])
+    return total if total ^ complement == 0xFFFFFFFFFFFFFFFF and total <= _LARGEST_TOTAL else None
 
 
 def pack_record(slot: int, key: bytes, payload_checksum: int, epoch: int, number: int = 0) -> bytes:

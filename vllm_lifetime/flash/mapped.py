@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 from vllm_lifetime.flash.errors import FlashError
 from vllm_lifetime.flash.layout import PAGE_BYTES, RECORD_BYTES, FlashGeometry, FlashLayout
+from vllm_lifetime.flash.ledger_of_file import open_ledger
+from vllm_lifetime.flash.mapped_wear import MappedWear
 from vllm_lifetime.flash.storage import open_flash_file, remove_file
+from vllm_lifetime.flash.wear import WearOptions
 
 __all__ = ["MappedFlash", "Span", "mapped_file_bytes", "mapped_slots"]
 
@@ -54,14 +57,26 @@ class MappedFlash:
 
     Args:
         spans: ascending, without overlap, inside the memory; together no more than the payload of a file of `size_bytes`.
+        wear: keep a ledger of what is written, in a file beside this one; each span is then one part of all blocks. None: no
+            ledger.
 
     Raises:
-        FlashError: the file cannot be used, or the memory cannot be mapped; the text says what to change. Nothing is left behind.
+        FlashError: the file cannot be used, its ledger is not its own, or the memory cannot be mapped; the text says what to
+            change. Nothing new is left behind.
         ValueError: the spans are not as they should be.
 
     """
 
-    def __init__(self, path: str, geometry: FlashGeometry, *, size_bytes: int, total_bytes: int, spans: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        path: str,
+        geometry: FlashGeometry,
+        *,
+        size_bytes: int,
+        total_bytes: int,
+        spans: Sequence[Span],
+        wear: WearOptions | None = None,
+    ) -> None:
         end = 0
         for span in spans:
             if span.start % mmap.PAGESIZE or span.length % mmap.PAGESIZE or span.start < end or span.length <= 0:
@@ -73,6 +88,16 @@ class MappedFlash:
         self.total_bytes = total_bytes
         file = open_flash_file(path, geometry, size_bytes=size_bytes, persist=False)
         self._descriptor: int | None = file.file_descriptor
+        self.wear: MappedWear | None = None
+        """What is written, for the ledger; None without one."""
+        try:
+            ledger = None if wear is None else open_ledger(path, file, wear)
+        except BaseException:
+            # The file stays if there was one: its id says that the ledger is another's.
+            if file.is_created:
+                remove_file(path, file.file_descriptor)
+            os.close(file.file_descriptor)
+            raise
         try:
             offset = file.layout.payload_offset
             if sum(span.length for span in spans) > size_bytes - offset:
@@ -81,6 +106,10 @@ class MappedFlash:
             os.ftruncate(file.file_descriptor, offset)
             os.posix_fallocate(file.file_descriptor, 0, size_bytes)
             self.address = _map(total_bytes, spans, file.file_descriptor, offset)
+            if ledger is not None:
+                num_blocks = sum(span.length for span in spans) // geometry.slot_bytes
+                part_bytes = [span.length // num_blocks for span in spans]
+                self.wear = MappedWear(ledger, file.file_descriptor, file.layout, part_bytes, num_blocks)
         except OSError as error:
             self.close()
             raise FlashError(
@@ -96,8 +125,13 @@ class MappedFlash:
         return (ctypes.c_int8 * self.total_bytes).from_address(self.address)
 
     def close(self) -> None:
-        """Remove the file and give up its lock. What is mapped stays readable and writable. May be called again."""
+        """Remove the file and give up its lock; its ledger is written first, and stays.
+
+        What is mapped stays readable and writable. May be called again.
+        """
         if self._descriptor is not None:
+            if self.wear is not None:
+                self.wear.close()
             remove_file(self.path, self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None

@@ -30,6 +30,7 @@ from vllm_lifetime.flash.layout import (
     EPOCH_BYTES,
     HEADER_PREFIX_BYTES,
     MAGIC,
+    PAYLOAD_TOTAL_BYTES,
     WEAR_ID_BYTES,
     FlashGeometry,
     FlashHeader,
@@ -38,9 +39,11 @@ from vllm_lifetime.flash.layout import (
     header_bytes_from_prefix,
     pack_epoch,
     pack_header,
+    pack_payload_total,
     pack_wear_id,
     unpack_epoch,
     unpack_header,
+    unpack_payload_total,
     unpack_wear_id,
 )
 from vllm_lifetime.flash.records import empty_table, recover_table
@@ -146,20 +149,23 @@ def write_epoch(file_descriptor: int, layout: FlashLayout, epoch: int) -> None:
     _write_durably(file_descriptor, pack_epoch(epoch), layout.epoch_offset)
 
 
-def write_wear_id(file_descriptor: int, layout: FlashLayout, wear_id: str) -> None:
-    """Says in the file which wear ledger is its own.
+def write_wear_id(file_descriptor: int, layout: FlashLayout, wear_id: str, payload_bytes: int) -> None:
+    """Says in the file which wear ledger is its own, and how many bytes of KV it has counted.
 
     Raises:
         OSError: it could not be written.
     """
-    _write_durably(file_descriptor, pack_wear_id(wear_id), layout.epoch_offset + EPOCH_BYTES)
+    note = pack_wear_id(wear_id) + pack_payload_total(payload_bytes)
+    _write_durably(file_descriptor, note, layout.epoch_offset + EPOCH_BYTES)
 
 
 def _trace_of(file_descriptor: int, layout: FlashLayout, table: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> FlashTrace:
     numbers = table["number"][slots]
     has_number = numbers != 0
+    note = os.pread(file_descriptor, WEAR_ID_BYTES + PAYLOAD_TOTAL_BYTES, layout.epoch_offset + EPOCH_BYTES)
     return FlashTrace(
-        wear_id=unpack_wear_id(os.pread(file_descriptor, WEAR_ID_BYTES, layout.epoch_offset + EPOCH_BYTES)),
+        wear_id=unpack_wear_id(note),
+        payload_total=unpack_payload_total(note[WEAR_ID_BYTES:]),
         offsets=layout.payload_offset + slots[has_number] * layout.slot_stride,
         numbers=numbers[has_number].astype(np.int64),
         payload_bytes=layout.geometry.slot_bytes,

@@ -7,10 +7,10 @@ the fault is counted, said once, and the counting goes on in memory.
 
 **What a crash costs.** A killed process loses what it counted after the last flush. Each payload write has a number, which stands
 in the record of its slot in the flash file, too: at the next start, records with numbers after the ledger's say how many blocks
-were written and lost from the count, and they are added, as class `unknown` and reason `unrecorded`. So of the bytes of KV
-nothing is lost but what was in flight; of their classes, and of the bytes beside them, what was younger than the last flush. A
-power loss may cost what the system had not written back (some 30 s): nothing here is synced but at start and close, since that
-would wear the flash.
+were written and lost from the count, and they are added, as class `unknown` and reason `unrecorded`. Flash in place has no
+records; there the file itself says how many bytes have been written. So of the bytes of KV nothing is lost but what was in
+flight; of their classes, and of the bytes beside them, what was younger than the last flush. A power loss may cost what the
+system had not written back (some 30 s): nothing here is synced but at start and close, since that would wear the flash.
 """
 
 import contextlib
@@ -86,12 +86,15 @@ class FlashTrace:
         offsets: of the payload of each valid record that has a number.
         numbers: of the write, likewise.
         payload_bytes: of each.
+        payload_total: bytes of KV that its ledger had counted, or would have but for a kill; None if the file does not say. It is
+            kept up in place only.
     """
 
     wear_id: str | None = None
     offsets: Sequence[int] = ()
     numbers: Sequence[int] = ()
     payload_bytes: int = 0
+    payload_total: int | None = None
 
 
 class WearLedger:
@@ -112,6 +115,7 @@ class WearLedger:
         self._file_descriptor: int | None = None
         self._opened_at_s = time.time()
         self._opened_payload_bytes = counts.payload_bytes
+        self._source: Callable[[WearCounts], None] | None = None
         self._drive: DriveFacts | None = None
         self._errors: Counter[str] = Counter()
         self._logged: set[str] = set()
@@ -168,8 +172,12 @@ class WearLedger:
             ledger._failed(problem, "cannot be read, so it is left as it is, and wear is counted in memory from zero")
         return ledger
 
-    def start(self) -> None:
-        """Begin to keep the file. The thread ends with `close`."""
+    def start(self, source: Callable[[WearCounts], None] | None = None) -> None:
+        """Begin to keep the file. The thread ends with `close`.
+
+        `source` counts what it knows and the ledger does not; it is called before each look, on whatever thread that is.
+        """
+        self._source = source
         self._thread = threading.Thread(target=self._run, name="lifetime-wear", daemon=True)
         self._thread.start()
 
@@ -192,6 +200,7 @@ class WearLedger:
         O(erase blocks), vectorised, where they are few; else their figures are those of up to `LOOK_EVERY_S` ago.
         """
         with self._lock:
+            self._collect()
             if self._counts.changes != self._seen_changes:
                 is_large = self._counts.blocks.num_blocks > MAX_QUICK_BLOCKS
                 self.snapshot = self._snapshot(self.snapshot.blocks if is_large else None)
@@ -229,6 +238,7 @@ class WearLedger:
     def _look(self, now: float) -> None:
         """Make a new snapshot if anything has changed, and flush if that is due at `now` (a `time.monotonic` time)."""
         with self._lock:
+            self._collect()
             self._counts.settle()
             changes = self._counts.changes
         if changes != self._flushed_changes and now >= self._next_flush and self._may_write:
@@ -237,6 +247,10 @@ class WearLedger:
             if self._counts.changes != self._shown_changes:
                 self._shown_changes = self._seen_changes = self._counts.changes
                 self.snapshot = self._snapshot()
+
+    def _collect(self) -> None:
+        if self._source is not None:
+            self._source(self._counts)
 
     def _snapshot(self, blocks: EraseBlockSummary | None = None) -> WearSnapshot:
         return WearSnapshot.of(
@@ -337,10 +351,10 @@ def _carry_over(path: str, kept: WearHeader, old: WearCounts, counts: WearCounts
 
 def _reconcile(counts: WearCounts, trace: FlashTrace) -> None:
     """Add the writes that the flash file has and the ledger has not. O(records)."""
-    if not len(trace.numbers):
-        return
     ahead = (np.asarray(trace.numbers, np.int64) - counts.sequence) % 0xFFFFFFFF
     is_lost = (ahead >= 1) & (ahead <= MAX_UNRECORDED)
     if is_lost.any():
         offsets = np.asarray(trace.offsets, np.int64)[is_lost].tolist()
         counts.note_unrecorded(offsets, int(ahead[is_lost].max()), trace.payload_bytes, time.time())
+    if trace.payload_total is not None and trace.payload_total > counts.payload_bytes:
+        counts.note_unplaced(trace.payload_total - counts.payload_bytes, time.time())

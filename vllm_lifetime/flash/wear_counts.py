@@ -7,6 +7,7 @@ pages (`erase_blocks.py`). A page of the record table or of the header that is w
 once: the page cache brings it to the drive once.
 """
 
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 from vllm_lifetime.flash.erase_blocks import NAND_PAGE_BYTES, EraseBlocks
@@ -25,14 +26,16 @@ MAX_REASONS = 64
 
 
 class WriteReason(StrEnum):
-    """Why bytes were written. The first three are payload."""
+    """Why bytes were written. The first four are payload."""
 
     DEMOTION = "demotion"
     """A block from HBM, straight to flash."""
     MOVE = "move"
     """A block from a host slot, which was given up for it."""
+    IN_PLACE = "in_place"
+    """Tokens that attention wrote where they lie: flash in place."""
     UNRECORDED = "unrecorded"
-    """Blocks that a process wrote after its last flush of the ledger and before it was killed: found in the flash file."""
+    """What a process wrote after its last flush of the ledger and before it was killed: found in the flash file."""
     RECORD = "record"
     """Records of slots, written or withdrawn."""
     HEADER = "header"
@@ -42,7 +45,7 @@ class WriteReason(StrEnum):
 
 
 class WearCounts:
-    """The counters of one flash file. `written[class, reason]` is `[writes, bytes]`.
+    """The counters of one flash file. `written[class, reason]` is `[writes, bytes]`; in place, each token is a write.
 
     Attributes:
         sequence: number of the latest payload write, 1 to 2**32 - 1 and then from 1 again; 0: none yet.
@@ -74,6 +77,35 @@ class WearCounts:
         self.programmed_pages += self.blocks.program(offset, length)
         self.history.add(length, now_s)
         return self.sequence
+
+    def note_in_place(
+        self,
+        tokens: Mapping[str, int],
+        token_bytes: int,
+        extents: Iterable[tuple[int, int, int, int]],
+        now_s: float,
+    ) -> None:
+        """So many tokens of each class were written in place.
+
+        Args:
+            extents: (offset, length, writes, programs) of each piece of the file that they touched, see `EraseBlocks.program`.
+
+        O(classes + erase blocks touched).
+        """
+        for segment_class, number in tokens.items():
+            self._count(segment_class, WriteReason.IN_PLACE, number * token_bytes, writes=number)
+        length = sum(tokens.values()) * token_bytes
+        self.payload_bytes += length
+        self.history.add(length, now_s)
+        for extent in extents:
+            self.programmed_pages += self.blocks.program(*extent)
+
+    def note_unplaced(self, length: int, now_s: float) -> None:
+        """`length` bytes of KV were written that no ledger has; where they lie is not known. They filled their pages. O(1)."""
+        self._count(UNKNOWN_CLASS, WriteReason.UNRECORDED, length)
+        self.payload_bytes += length
+        self.programmed_pages += -(-length // NAND_PAGE_BYTES)
+        self.history.add(length, now_s)
 
     def note_unrecorded(self, offsets: list[int], num_writes: int, length: int, now_s: float) -> None:
         """`num_writes` blocks were written that no ledger has; the latest of each place at `offsets`."""
@@ -110,13 +142,13 @@ class WearCounts:
             self.programmed_pages += self.blocks.program(page * NAND_PAGE_BYTES, NAND_PAGE_BYTES)
         self._dirty_pages.clear()
 
-    def _count(self, segment_class: str, reason: str, length: int) -> None:
+    def _count(self, segment_class: str, reason: str, length: int, writes: int = 1) -> None:
         key = segment_class, reason
         entry = self.written.get(key)
         if entry is None:
             if len(self.written) >= MAX_REASONS:
                 key = UNKNOWN_CLASS, WriteReason.DEMOTION
             entry = self.written.setdefault(key, [0, 0])
-        entry[0] += 1
+        entry[0] += writes
         entry[1] += length
         self.changes += 1

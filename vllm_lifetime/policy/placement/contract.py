@@ -85,7 +85,6 @@ class PlacedSegment:
 
     Args:
         segment_class: what the harness says it is.
-        workflow_id: whose it is.
         score: predicted rank of its lifetime at spawn, higher = lives longer; only the order counts. None: no model.
         expected_blocks: expected size when it closes, in blocks; None: unknown. Orders workers that have no score.
         lifetime_s: its true lifetime, which only a replay knows; the oracle alone looks at it.
@@ -104,21 +103,18 @@ class PlacedSegment:
         "score",
         "segment_class",
         "tier",
-        "workflow_id",
         "written_blocks",
     )
 
     def __init__(
         self,
         segment_class: SegmentClass,
-        workflow_id: str = "",
         *,
         score: float | None = None,
         expected_blocks: float | None = None,
         lifetime_s: float | None = None,
     ) -> None:
         self.segment_class = segment_class
-        self.workflow_id = workflow_id
         self.score = score
         self.expected_blocks = expected_blocks
         self.lifetime_s = lifetime_s

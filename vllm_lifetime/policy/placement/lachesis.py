@@ -33,7 +33,7 @@ SIZE_WEIGHT = 0.02
 
 
 class Lachesis(LachesisNoPredictive):
-    """Both paths. `num_held_back`: blocks of admitted workers that went to flash because of the reserve."""
+    """Both paths."""
 
     name: ClassVar[str] = "lachesis"
 
@@ -41,7 +41,6 @@ class Lachesis(LachesisNoPredictive):
         super().__init__(tiers, config)
         self.num_admitted = 0
         """Live workers that were admitted at their spawn."""
-        self.num_held_back = 0
         self._ranks = WorkerRanks()
         self._keys: dict[PlacedSegment, tuple[float, bool]] = {}
         self._reviewer_blocks = [0, 0]
@@ -97,10 +96,8 @@ class Lachesis(LachesisNoPredictive):
             return super().tier_for(segment, num_blocks)
         if not segment.is_admitted:
             return Tier.FLASH
-        if self.tiers.free_blocks(Tier.HBM) - self.reserve_blocks < num_blocks:
-            self.num_held_back += num_blocks
-            return Tier.FLASH
-        return Tier.HBM
+        has_room = self.tiers.free_blocks(Tier.HBM) - self.reserve_blocks >= num_blocks
+        return Tier.HBM if has_room else Tier.FLASH
 
     def on_allocated(self, segment: PlacedSegment, tier: Tier, num_blocks: int) -> None:
         """Count reviewers' and admitted workers' blocks as well."""
