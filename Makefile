@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 HARNESS_VENVS := .venv-harness .venv-harness-crewai
 
-.PHONY: help venv harness-venvs $(HARNESS_VENVS) test lint pytest demo figures test-compat seams clean
+.PHONY: help venv harness-venvs $(HARNESS_VENVS) test lint pytest demo bench figures test-compat seams clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -47,7 +47,11 @@ lint: venv harness-venvs ## ruff and mypy
 demo: venv ## the demonstration, with its figures
 	$(BIN)/python -m benchmarks.demo
 
-figures: venv ## measure everything that the documentation quotes (35 minutes; the machine should be quiet)
+bench: venv ## compare with stock vLLM, LMCache and plain LRU (40 minutes; the machine should be quiet); BENCH=--quick: 6 minutes
+	@$(PYTHON) scripts/setup_venv.py .venv-lmcache requirements/cpu-0.32.txt requirements/lmcache.txt
+	$(BIN)/python -m benchmarks.comparison run $(BENCH)
+
+figures: venv ## measure everything that the documentation quotes (50 minutes; the machine should be quiet)
 	$(BIN)/python -m benchmarks.block_pool --json build/block_pool.json
 	$(BIN)/python -m benchmarks.host_copies --json build/host_copies.json
 	$(BIN)/python -m benchmarks.flash_device --cache warm --json build/flash_warm.json
@@ -57,6 +61,7 @@ figures: venv ## measure everything that the documentation quotes (35 minutes; t
 	$(BIN)/python -m benchmarks.boundary_load --events-per-post 10 --model-layers 8 --model-hidden 768 --seconds 8 --repeats 13 --json build/boundary_load_short.json
 	$(BIN)/python -m benchmarks.decision_costs --json build/decision_costs.json
 	$(BIN)/python -m benchmarks.rank_cost --json build/rank_cost.json
+	$(BIN)/python -m benchmarks.placement --json build/placement.json
 	$(BIN)/python -m benchmarks.demo
 	$(BIN)/python -m scripts.update_figures
 

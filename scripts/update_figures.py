@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes measured figures into the documentation, between the marks that name their source.
 
-    make figures        # measures everything (about 20 minutes on 2 quiet cores), then runs this
+    make figures        # measures everything (about 50 minutes on 2 quiet cores), then runs this
 
 A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table of `build/NAME.json`;
 sections whose file is not there stay as they are.
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decision_costs import PAPER
+from scripts.placement_figures import placement_section
 
 __all__ = ["main"]
 
 ROOT = Path(__file__).parents[1]
-SECTION = re.compile(r"(<!-- figures: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SECTION = re.compile(r"(<!-- figures: ([a-z_/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         if new != text:
             page.write_text(new)
             print(f"{page.relative_to(ROOT)}: figures updated")
-    for name in ("demo.png", "sweeps.png"):
+    for name in ("demo.png", "placement.png", "sweeps.png"):
         plot = ROOT / "build" / name
         if plot.exists():
             shutil.copy(plot, ROOT / "docs" / name)
@@ -297,6 +298,100 @@ def _decision_costs(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _hbf_results(rows: list[dict[str, Any]]) -> str:
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    cells: dict[tuple[str, str, str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        cell = cells.setdefault((row["trace"], row["slo"], row["model"], row["config"]), {})
+        cell.setdefault(row["policy"], []).append(row)
+
+    def mean(found: list[dict[str, Any]], key: str) -> float:
+        return statistics.fmean(row[key] for row in found)
+
+    def years(found: dict[str, list[dict[str, Any]]], policy: str) -> str:
+        own = [row["lifetime_years"] for row in found[policy]]
+        text = f"{statistics.fmean(own):.1f}" + (f" ± {statistics.stdev(own):.1f}" if len(own) > 1 else "")
+        gain = statistics.fmean(own) / mean(found["hbm_first"], "lifetime_years")
+        return text if policy == "hbm_first" else f"{text} ({gain:.2f})"
+
+    parts = []
+    for trace in dict.fromkeys(key[0] for key in cells):
+        table = _table(
+            ("SLO, model", "configuration", "sessions", "written, GB/s", *(f"`{policy}`" for policy in policies)),
+            [
+                [
+                    *(f"{slo}, {model}", config, f"{mean(found['hbm_first'], 'sessions'):.0f}"),
+                    f"{mean(found['hbm_first'], 'write_gb_per_s'):.2f}",
+                    *(years(found, policy) for policy in policies),
+                ]
+                for (of, slo, model, config), found in cells.items()
+                if of == trace
+            ],
+        )
+        parts.append(f"`{trace}`:\n\n{table}")
+    seeds = len({row["seed"] for row in rows})
+    spread = f"mean and deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    unsettled = sum(not row["is_settled"] for row in rows)
+    note = f" {unsettled} runs had not settled." if unsettled else ""
+    return "\n\n".join(parts) + f"\n\nLifetime in years, {spread}; in brackets the gain over `hbm_first`.{note}"
+
+
+def _hbf_checks(checks: list[dict[str, Any]]) -> str:
+    run = [check for check in checks if check["pass"] is not None]
+    missed = [check for check in run if not check["pass"]]
+    directions = [check for check in run if check["is_direction"]]
+    table = _table(
+        ("check that fails", "paper", "here", "hinges on"),
+        [[check["what"], check["target"], f"{check['value']:.3g}", check["hinges_on"] or "not known"] for check in missed],
+    )
+    return (
+        f"{len(run) - len(missed)} of {len(run)} checks pass, of the {len(directions)} on a direction "
+        f"{sum(check['pass'] for check in directions)}.\n\n{table}"
+    )
+
+
+def _hbf_sweep(rows: list[dict[str, Any]]) -> str:
+    values = list(dict.fromkeys(row["value"] for row in rows))
+    cells: dict[tuple[str, str, str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        policy = "lachesis" if row["policy"] == "oracle" else row["policy"]  # the oracle ends the line of lachesis
+        cell = cells.setdefault((row["trace"], row["slo"], f"{row['model']}, {row['config']}", policy), {})
+        cell.setdefault(row["value"], []).append(row)
+
+    def text(found: list[dict[str, Any]]) -> str:
+        years = f"{statistics.fmean(row['lifetime_years'] for row in found):.2f}"
+        shares = [row["oracle_share"] for row in found if row["oracle_share"] is not None]
+        reached = f", {statistics.fmean(shares):.0%}" if shares else ""
+        return f"{years} ({statistics.fmean(row['gain'] for row in found):.2f}{reached})"
+
+    table = _table(
+        ("trace, SLO, model, configuration", "policy", *values),
+        [
+            [f"{trace}, {slo}, {place}", f"`{policy}`", *(text(found[value]) for value in values)]
+            for (trace, slo, place, policy), found in cells.items()
+        ],
+    )
+    seeds = len({row["seed"] for row in rows})
+    share = ", and the share of the oracle's gain" if rows[0]["oracle_share"] is not None else ""
+    return f"{table}\n\nYears; in brackets the gain over `hbm_first`{share}. Seeds: {seeds}."
+
+
+HBF_SWEEPS = (
+    "ranking",
+    "boundary_loss",
+    "lease",
+    "fan_out",
+    "write_amplification",
+    "growth",
+    "reserve",
+    "shared_prefix",
+    "tool_time",
+    "output_share",
+    "output_limit",
+    "write_bandwidth",
+    "user_delay",
+)
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "demo": _demo,
     "block_pool": _block_pool,
@@ -310,6 +405,10 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "replay": _replay,
     "decision_costs": _decision_costs,
     "sweeps": _sweeps,
+    "placement": placement_section,
+    "hbf/results": _hbf_results,
+    "hbf/checks": _hbf_checks,
+    **{f"hbf/sweep-{name}": _hbf_sweep for name in HBF_SWEEPS},
 }
 
 if __name__ == "__main__":

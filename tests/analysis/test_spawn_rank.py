@@ -3,7 +3,8 @@
 
 import numpy as np
 
-from vllm_lifetime.analysis.spawn_rank import MIN_WORKERS, Spawn, SpawnRank, rank_spawns
+from vllm_lifetime.analysis.spawn_rank import MIN_WORKERS, Spawn, rank_spawns
+from vllm_lifetime.prediction.selection import Shares, selection_shares
 
 
 def spawns(count: int, sessions: int) -> list[Spawn]:
@@ -18,7 +19,7 @@ def test_an_order_that_the_prompt_tells_is_found() -> None:
     assert rank is not None
     assert rank.tau is not None
     assert rank.tau > 0.98
-    assert rank.selection(0.1) == (1.0, 1.0, 1.0)
+    assert selection_shares(rank.predicted, rank.lifetimes_s, 10) == Shares(10, 1.0, 1.0, 1.0)
 
 
 def test_noise_is_not_found_since_no_worker_is_scored_by_its_own_session() -> None:
@@ -33,9 +34,3 @@ def test_noise_is_not_found_since_no_worker_is_scored_by_its_own_session() -> No
 def test_too_few_workers_or_sessions_say_nothing() -> None:
     assert rank_spawns(spawns(MIN_WORKERS - 1, 8)) is None
     assert rank_spawns(spawns(40, 4)) is None
-
-
-def test_what_a_selection_holds() -> None:
-    rank = SpawnRank(np.array([1.0, 2.0, 3.0, 4.0]), np.array([20.0, 40.0, 10.0, 30.0]), None)
-    # The two predicted shortest are second shortest and longest.
-    assert rank.selection(0.5) == (0.5, 1.0, 0.5)

@@ -98,7 +98,7 @@ def test_a_linked_settings_file_stays_a_link(settings: Path, tmp_path: Path) -> 
 def test_a_file_that_is_no_settings_is_left_alone(settings: Path, content: bytes) -> None:
     settings.write_bytes(content)
     result = run("--settings", str(settings), "--write")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert str(settings) in result.output and "nothing was changed" in result.output
     assert settings.read_bytes() == content
     assert list(settings.parent.iterdir()) == [settings]
@@ -106,7 +106,7 @@ def test_a_file_that_is_no_settings_is_left_alone(settings: Path, content: bytes
 
 def test_a_place_that_cannot_be_written_is_an_error(settings: Path) -> None:
     result = run("--settings", str(settings / "below-a-file.json"), "--write")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "nothing was changed" in result.output
 
 

@@ -94,5 +94,5 @@ def test_what_is_wrong_is_said(tmp_path: Path, spawns: Path, arguments: tuple[st
         return argument
 
     result = run(*map(fill, arguments))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in " ".join(result.output.split())

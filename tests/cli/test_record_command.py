@@ -29,10 +29,10 @@ def test_convert_and_inspect(tmp_path: Path) -> None:
     assert "tools: search" in result.output
 
 
-def test_bad_input_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_exit_status_2(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     result = CliRunner().invoke(app, ["record", "inspect", str(tmp_path / "a.jsonl")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "field 'format'" in result.output
     assert "Traceback" not in result.output
 
@@ -40,5 +40,5 @@ def test_bad_input_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
 def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
     write_jsonl(generate_workload("hover-langchain", 1), tmp_path / "a.jsonl")
     result = CliRunner().invoke(app, ["record", "convert", str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "is the file that is read" in result.output

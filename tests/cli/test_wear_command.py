@@ -79,10 +79,10 @@ def test_the_ledgers_of_all_ranks(flash: Path) -> None:
 
 def test_no_ledger_and_a_damaged_one(flash: Path, tmp_path: Path) -> None:
     result = run(str(tmp_path / "none.kv"))
-    assert (result.exit_code, "there is no ledger beside it" in result.stderr) == (1, True)
+    assert (result.exit_code, "there is no ledger beside it" in result.stderr) == (2, True)
     Path(f"{flash}.wear").write_bytes(b"junk")
     result = run(str(flash))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("Error: The wear ledger") and result.stderr.count("\n") == 1
 
 
@@ -111,7 +111,8 @@ def test_a_server(flash: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     asked = answering(monkeypatch, 200, json.dumps(answer).encode())
     result = run("--url", "http://host:1/")
-    assert asked == ["http://host:1/lifetime/v1/tiers"]
+    run("--url", "http://host:1/v1/")
+    assert asked == ["http://host:1/lifetime/v1/tiers"] * 2, "also of the URL that an OpenAI client has"
     assert result.exit_code == 0
     assert "placement lachesis, 7 blocks refused; budget 1.0 GiB a day: used up for now, nothing is written." in result.stdout
     assert "lead" in result.stdout

@@ -13,8 +13,9 @@ from scipy.stats import kendalltau
 
 from vllm_lifetime.prediction import rank_evaluation
 from vllm_lifetime.prediction.lifetime_rank import LifetimeRank
-from vllm_lifetime.prediction.rank_evaluation import RANKERS, RankData, evaluate_ranks, plot_ranks, selection_shares
+from vllm_lifetime.prediction.rank_evaluation import RANKERS, RankData, evaluate_ranks, plot_ranks
 from vllm_lifetime.prediction.rank_training import session_folds, train_weights
+from vllm_lifetime.prediction.selection import selection_shares
 from vllm_lifetime.traces.generate_spawns import generate_spawns
 from vllm_lifetime.traces.spawn_schema import SpawnSample, SpawnSignal
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vllm_lifetime.analysis.report import Analysis
+from vllm_lifetime.whole_file import replacing, write_text
 
 __all__ = ["write_report", "write_segments"]
 
@@ -25,11 +26,11 @@ def write_report(analysis: Analysis, remarks: Sequence[str], path: Path) -> None
         "verdict": analysis.verdict,
         "remarks": list(remarks),
     }
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(report, indent=2) + "\n")
 
 
 def write_segments(analysis: Analysis, path: Path) -> None:
     """One segment a line, fields as in `Segment`. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for segment in analysis.segments:
             file.write(json.dumps(asdict(segment), ensure_ascii=False) + "\n")

@@ -12,6 +12,8 @@ import numpy as np
 from vllm_lifetime.analysis.report import Analysis
 from vllm_lifetime.analysis.segmentation import Segment
 from vllm_lifetime.boundaries import SegmentClass
+from vllm_lifetime.prediction.selection import selection_shares
+from vllm_lifetime.whole_file import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +53,8 @@ def draw_figures(analysis: Analysis, folder: Path) -> list[Path]:
             axes.grid(alpha=0.3)
         figure.suptitle(f"{analysis.name}: {name.replace('_', ' ')}")
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
+        with replacing(paths[-1]) as temporary:
+            figure.savefig(temporary, dpi=120)
     return paths
 
 
@@ -107,10 +110,14 @@ def _spawn_rank(analysis: Analysis, lifetimes: Axes, selected: Axes) -> None:
     for number, quarter in enumerate(np.array_split(rank.lifetimes_s[order], 4), start=1):
         _cdf(lifetimes, quarter.tolist(), f"Q{number} predicted", f"C{number - 1}")
     _finish_cdf(lifetimes, "normalised lifetime (s)")
-    shares = np.linspace(0.05, 0.6, 12)
-    curves = np.array([rank.selection(float(share)) for share in shares])
-    for column, label in enumerate(("among the shortest k", "among the shortest 2k", "not among the longest k")):
-        selected.plot(100 * shares, 100 * curves[:, column], marker="o", markersize=3, label=label)
+    percents = range(5, 65, 5)
+    shares = [selection_shares(rank.predicted, rank.lifetimes_s, percent) for percent in percents]
+    for label, values in (
+        ("among the shortest k", [s.among_shortest for s in shares]),
+        ("among the shortest 2k", [s.among_shortest_2k for s in shares]),
+        ("not among the longest k", [s.avoids_longest for s in shares]),
+    ):
+        selected.plot(percents, [100 * value for value in values], marker="o", markersize=3, label=label)
     selected.set_xlabel("k, % of workers")
     selected.set_ylabel("% of selected k")
     selected.set_ylim(0, 105)

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_lifetime.analysis.statistics import kendall_tau
+from vllm_lifetime.prediction.ridge import ridge
 
 __all__ = ["MIN_WORKERS", "Spawn", "SpawnRank", "rank_spawns"]
 
 MIN_WORKERS = 20
 """Fewer workers say nothing about an order."""
 FOLDS = 5
-RIDGE = 1.0
+PENALTY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,6 @@ class SpawnRank:
     lifetimes_s: NDArray[np.float64]
     tau: float | None
 
-    def selection(self, share: float) -> tuple[float, float, float]:
-        """What the `share` of workers that are predicted to be shortest-lived, k of them, consists of.
-
-        The parts of it that are among the k shortest, among the 2k shortest, and not among the k longest. O(workers x log).
-        """
-        count = max(1, round(share * len(self.predicted)))
-        chosen = np.argsort(self.predicted, kind="stable")[:count]
-        places = np.empty(len(self.predicted), int)
-        places[np.argsort(self.lifetimes_s, kind="stable")] = np.arange(len(places))
-        own = places[chosen]
-        return float(np.mean(own < count)), float(np.mean(own < 2 * count)), float(np.mean(own < len(places) - count))
-
 
 def rank_spawns(spawns: Sequence[Spawn]) -> SpawnRank | None:
     """Predict each worker's lifetime from the other folds; all workers of a session are in one fold, as in the paper.
@@ -78,6 +67,5 @@ def rank_spawns(spawns: Sequence[Spawn]) -> SpawnRank | None:
         scaled = (numbers - mean) / np.where(scale > 0, scale, 1.0)
         x = np.hstack([scaled, indicators])
         center = target[train].mean()
-        gram = x[train].T @ x[train] + RIDGE * np.eye(x.shape[1])
-        predicted[test] = center + x[test] @ np.linalg.solve(gram, x[train].T @ (target[train] - center))
+        predicted[test] = center + x[test] @ ridge(x[train], target[train] - center, PENALTY)
     return SpawnRank(predicted, lifetimes, kendall_tau(predicted, lifetimes))

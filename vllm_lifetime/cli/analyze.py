@@ -95,11 +95,11 @@ def analyze(
             files = [out / "segments.jsonl", *draw_figures(analysis, out)]
             console.print(f"Wrote {', '.join(str(file) for file in files)}", soft_wrap=True, markup=False)
     except AnalysisError as error:
-        fail(f"{path}: {error}", 2)
+        fail(f"{path}: {error}")
     except (TraceError, ValueError, OSError) as error:
-        fail(str(error), 2)
+        fail(str(error))
     except ImportError as error:
-        fail(f"--out draws plots and needs matplotlib, which is not installed ({error}). Try: pip install matplotlib", 2)
+        fail(f"--out draws plots and needs matplotlib, which is not installed ({error}). Try: pip install matplotlib")
 
 
 def _show(analysis: Analysis, remarks: Iterable[str], console: Console) -> None:

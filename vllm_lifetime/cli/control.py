@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_lifetime.cli.failure import fail
+
 DEFAULT_PORT = 8090
 
 
@@ -67,12 +69,10 @@ def control(
         raise typer.BadParameter("the same server stands there twice, and would get each event twice", param_hint="--engine")
     settings = ControlSettings.from_environment()
     if not settings.tokens and not _is_this_machine(host):
-        typer.echo(
-            f"Error: --host {host} can be reached from other machines, and there is no token: set {TOKEN_VARIABLE}, "
-            "or leave --host out to serve this machine only.",
-            err=True,
+        fail(
+            f"--host {host} can be reached from other machines, and there is no token: set {TOKEN_VARIABLE}, "
+            "or leave --host out to serve this machine only."
         )
-        raise typer.Exit(1)
     options = FanoutOptions(
         answer_timeout_s=answer_timeout, request_timeout_s=request_timeout, queue_size=queue_size, max_age_s=max_age
     )

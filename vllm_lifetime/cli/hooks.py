@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_lifetime.cli.failure import fail
+
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands on `app`."""
@@ -62,8 +64,7 @@ def claude_code(
             backup = _write_settings(path, after)
             typer.echo(f"Wrote {path}" + (f"; what it was is in {backup}" if backup is not None else ""))
     except (OSError, SettingsError) as error:
-        typer.echo(f"Error: {path}: {error}; nothing was changed", err=True)
-        raise typer.Exit(1) from None
+        fail(f"{path}: {error}; nothing was changed")
 
 
 def _read_settings(path: Path) -> dict[str, Any] | None:

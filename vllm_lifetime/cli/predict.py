@@ -12,6 +12,7 @@ import typer
 
 from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
+from vllm_lifetime.whole_file import write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,7 +126,7 @@ def evaluate(
 
     def save(done: Sequence[Measurement]) -> None:
         if json_file is not None:
-            json_file.write_text(json.dumps(report(done, workflows, horizon, path.name), indent=2) + "\n")
+            write_text(json_file, json.dumps(report(done, workflows, horizon, path.name), indent=2) + "\n")
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -157,9 +158,7 @@ def _check(output: Path | None, *sources: Path | None) -> None:
         fail(str(error))
 
 
-def _read(
-    path: Path, format: str, hidden_states: Path | None
-) -> tuple[list[AgentWorkflow], list[NDArray[np.float32]] | None]:
+def _read(path: Path, format: str, hidden_states: Path | None) -> tuple[list[AgentWorkflow], list[NDArray[np.float32]] | None]:
     from vllm_lifetime.traces.workflows import WorkflowFileError, read_hidden_states, read_workflows
 
     try:
@@ -175,7 +174,6 @@ def _need_training_libraries() -> None:
     missing = [name for name in ("torch", "torch_geometric", "sklearn") if find_spec(name) is None]
     if missing:
         fail(f"training needs {', '.join(missing)}: pip install 'vllm-lifetime[prediction]', and torch as vLLM brings it")
-
 
 
 def _table(done: Sequence[Measurement], horizon: int, seeds: int) -> Table:

@@ -166,7 +166,6 @@ def _need_scikit_learn() -> None:
         fail("this needs scikit-learn: pip install 'vllm-lifetime[prediction]'")
 
 
-
 def _table(done: RankEvaluation) -> Table:
     from rich import box
     from rich.table import Table

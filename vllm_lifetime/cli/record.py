@@ -6,13 +6,13 @@ The recording itself is done by the server (connector option `record_path`). Nee
 
 from __future__ import annotations
 
-import sys
-import typing
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from vllm_lifetime.cli.failure import fail
 
 if TYPE_CHECKING:
     from vllm_lifetime.traces.schema import Trace
@@ -43,10 +43,10 @@ def convert(
     trace = _read(path, format)
     try:
         if out.exists() and out.samefile(path):
-            _refuse(f"{out}: is the file that is read; name another one to write")
+            fail(f"{out}: is the file that is read; name another one to write")
         write_jsonl(trace, out)
     except OSError as error:
-        _refuse(f"{out}: cannot be written: {error}")
+        fail(f"{out}: cannot be written: {error}")
     typer.echo(f"wrote {out}: {len(trace.sessions)} sessions, {sum(len(s.requests) for s in trace.sessions)} requests")
 
 
@@ -93,9 +93,4 @@ def _read(path: Path, format: str) -> Trace:
     try:
         return read_trace(path, format)
     except TraceError as error:
-        _refuse(str(error))
-
-
-def _refuse(message: str) -> typing.NoReturn:
-    print(message, file=sys.stderr)
-    raise typer.Exit(1)
+        fail(str(error))

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_lifetime.cli.server_url import server_root
+
 if TYPE_CHECKING:
     import httpx
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -139,7 +141,7 @@ def top(
         if not once:
             typer.echo("Error: this is no terminal. Use --once to print what is so now.", err=True)
             raise typer.Exit(2)
-    root = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    root = server_root(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         client = httpx.Client(base_url=root, headers=headers, timeout=REQUEST_TIMEOUT_S)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_lifetime.cli.failure import fail
+from vllm_lifetime.cli.failure import NO_ANSWER, fail
+from vllm_lifetime.cli.server_url import server_root
 from vllm_lifetime.cli.top import TokenOption, format_bytes, printable
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def wear(
     path: Annotated[
         Path | None, typer.Argument(metavar="[PATH]", help="The flash file (flash_path) or its ledger. Without it: ask a server.")
     ] = None,
-    url: Annotated[str, typer.Option(envvar="VLLM_LIFETIME_URL", help="Root of a running server.")] = "http://localhost:8000",
+    url: Annotated[
+        str, typer.Option(envvar="VLLM_LIFETIME_URL", help="A running server's root, or its URL that ends in /v1.")
+    ] = "http://localhost:8000",
     token: TokenOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
@@ -99,19 +102,19 @@ def _ask(url: str, token: str | None) -> tuple[list[dict[str, Any]], list[dict[s
     from vllm_lifetime.control.views import TiersView
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    address = f"{url.rstrip('/')}/lifetime/v1/tiers"
+    address = f"{server_root(url)}/lifetime/v1/tiers"
     try:
         response = httpx.get(address, headers=headers, timeout=REQUEST_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no answer from {address}: {str(error) or type(error).__name__}")
+        fail(f"no answer from {address}: {str(error) or type(error).__name__}", NO_ANSWER)
     if response.status_code == 404:
-        fail(f"{url} has no /lifetime/v1/tiers: was it started with --kv-connector lifetime?")
+        fail(f"{url} has no /lifetime/v1/tiers: was it started with --kv-connector lifetime?", NO_ANSWER)
     if response.status_code != 200:
-        fail(f"GET {address}: {response.status_code} {printable(response.text[:200])}".rstrip())
+        fail(f"GET {address}: {response.status_code} {printable(response.text[:200])}".rstrip(), NO_ANSWER)
     try:
         view = TiersView.model_validate_json(response.content)
     except ValidationError as error:
-        fail(f"{address} answered what is no state of tiers ({error.error_count()} problems)")
+        fail(f"{address} answered what is no state of tiers ({error.error_count()} problems)", NO_ANSWER)
     files = [item.model_dump(mode="json") for item in view.wear or []]
     return files, [engine.flash_writes.model_dump(mode="json") for engine in view.engines if engine.flash_writes is not None]
 
@@ -208,4 +211,3 @@ def _table(title: str) -> Table:
     from rich.text import Text
 
     return Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-

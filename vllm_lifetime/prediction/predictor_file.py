@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_lifetime.whole_file import replacing
+
 __all__ = ["FORMAT_VERSION", "PredictorFile", "PredictorFileError", "read_predictor_file", "write_predictor_file"]
 
 FORMAT = "vllm-lifetime transition predictor"
@@ -47,15 +49,8 @@ def write_predictor_file(path: str | Path, header: Mapping[str, Any], arrays: Ma
         raise OSError(f"{path} is no regular file: a predictor is not written over it.")
     full = {**header, "format": FORMAT, "version": FORMAT_VERSION, "checksum": _checksum(header, arrays)}
     text = np.frombuffer(json.dumps(full, ensure_ascii=False).encode(), dtype=np.uint8)
-    # Not by `mkstemp`, whose files only their owner may read: the server may run as somebody else.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(file, **{HEADER: text, **arrays})  # type: ignore[arg-type]
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, **{HEADER: text, **arrays})  # type: ignore[arg-type]
 
 
 def read_predictor_file(path: str | Path) -> PredictorFile:

@@ -18,7 +18,9 @@ from scipy.stats import kendalltau  # type: ignore[import-untyped]
 
 from vllm_lifetime.prediction.lifetime_rank import LifetimeRank
 from vllm_lifetime.prediction.rank_training import design, fit, session_folds
+from vllm_lifetime.prediction.selection import Shares, selection_shares
 from vllm_lifetime.traces.spawn_schema import SpawnSample
+from vllm_lifetime.whole_file import replacing, write_text
 
 __all__ = [
     "DEFAULT_FOLDS",
@@ -27,10 +29,8 @@ __all__ = [
     "RankData",
     "RankEvaluation",
     "RankRow",
-    "Shares",
     "evaluate_ranks",
     "plot_ranks",
-    "selection_shares",
 ]
 
 Scores = NDArray[np.float64]
@@ -43,18 +43,6 @@ RIDGE, BEST, RANDOM = "ridge", "what the spawns show", "random"
 
 RESAMPLES = 200
 """Times that sessions are drawn again for an interval; also random orders."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Of the k shortest-predicted workers, k being `percent` of all: the shares that figure 7(b) shows, from 0 to 1."""
-
-    percent: int
-    among_shortest: float
-    """Among the k shortest-lived."""
-    among_shortest_2k: float
-    avoids_longest: float
-    """Not among the k longest-lived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +79,8 @@ class RankEvaluation:
     """Of the first seed, for the plot."""
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON. Raises OSError."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write everything as JSON, or nothing. Raises OSError."""
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 class RankData:
@@ -232,17 +220,6 @@ def _summarise(name: str, each: Sequence[Scores], data: RankData) -> RankRow:
     return RankRow(name, statistics.fmean(taus), statistics.pstdev(taus), low, high, shares)
 
 
-def selection_shares(scores: Scores, lifetimes: Scores, percent: int, seed: int = 0) -> Shares:
-    """What the k shortest-predicted hold. Workers with equal scores are taken in random order. O(n log n)."""
-    number = len(scores)
-    k = max(1, round(percent * number / 100))
-    chosen = np.lexsort((np.random.default_rng(seed).random(number), scores))[:k]
-    place = np.empty(number, dtype=np.int64)
-    place[np.argsort(lifetimes, kind="stable")] = np.arange(number)
-    places = place[chosen]
-    return Shares(percent, float((places < k).mean()), float((places < 2 * k).mean()), float((places < number - k).mean()))
-
-
 def _tau(scores: Scores, lifetimes: Scores) -> float:
     tau = float(kendalltau(scores, lifetimes).statistic)
     return tau if tau == tau else 0.0  # one score, or one lifetime, for all
@@ -297,4 +274,5 @@ def plot_ranks(evaluation: RankEvaluation, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(f"{evaluation.source}: {evaluation.workers} workers, Kendall's tau {row.tau:.2f}", fontsize="medium")
-    figure.savefig(path, dpi=110)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)

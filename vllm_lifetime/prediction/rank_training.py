@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.linear_model import Ridge  # type: ignore[import-untyped]
 from sklearn.model_selection import GroupKFold  # type: ignore[import-untyped]
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vllm_lifetime.prediction.lifetime_rank import target
+from vllm_lifetime.prediction.ridge import ridge
 from vllm_lifetime.prediction.spawn_features import BIAS, NUM_FEATURES, features
 from vllm_lifetime.traces.spawn_schema import SpawnSample
 
@@ -63,7 +63,7 @@ def fit(x: NDArray[np.float64], y: NDArray[np.float64], sessions: Sequence[str],
 
 
 def _ridge(x: NDArray[np.float64], y: NDArray[np.float64], penalty: float) -> NDArray[np.float64]:
-    model = Ridge(alpha=penalty).fit(x, y)
-    weights: NDArray[np.float64] = np.array(model.coef_, dtype=np.float64)
-    weights[BIAS] += model.intercept_  # the feature is 1 throughout; what is centred has no weight for it
+    x_mean, y_mean = x.mean(axis=0), y.mean()
+    weights = ridge(x - x_mean, y - y_mean, penalty)
+    weights[BIAS] += y_mean - x_mean @ weights  # the feature is 1 throughout; what is centred has no weight for it
     return weights

@@ -11,6 +11,7 @@ from vllm_lifetime.simulate.policies import BELADY, replay_policy, train
 from vllm_lifetime.simulate.schedule import make_schedule, mean_final_context_blocks, split_trace
 from vllm_lifetime.simulate.scored import Models
 from vllm_lifetime.traces.schema import Trace
+from vllm_lifetime.whole_file import replacing, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +105,7 @@ def compare(
 
 def write_rows(rows: Iterable[ReplayRow], path: Path) -> None:
     """Write the rows as a JSON list. Raises OSError."""
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def make_table(rows: Sequence[ReplayRow]) -> "Table":
@@ -147,4 +148,5 @@ def plot_rows(rows: Sequence[ReplayRow], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)

@@ -20,6 +20,7 @@ from vllm_lifetime.simulate.policies import Variant, replay_policy, train
 from vllm_lifetime.simulate.schedule import make_schedule, mean_final_context_blocks
 from vllm_lifetime.simulate.scored import Models
 from vllm_lifetime.traces.generate import generate_workload
+from vllm_lifetime.whole_file import replacing, write_text
 
 __all__ = ["PARAMETERS", "Sweep", "SweepRow", "plot_sweep", "plot_sweeps", "sweep", "write_sweep"]
 
@@ -157,7 +158,7 @@ def _number(text: str, kind: type[_T], name: str) -> _T:
 
 def write_sweep(rows: Iterable[SweepRow], path: Path) -> None:
     """Write the rows as a JSON list. Raises OSError."""
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def plot_sweep(rows: Sequence[SweepRow], path: Path) -> None:
@@ -194,4 +195,5 @@ def plot_sweeps(sweeps: Sequence[Sequence[SweepRow]], path: Path, columns: int =
         axes.set_title(rows[0].workload)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120 if columns == 1 else 80)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120 if columns == 1 else 80)

@@ -10,6 +10,7 @@ from vllm_lifetime.traces.recorded import RECORDING_FORMAT, read_recording
 from vllm_lifetime.traces.run_lengths import expand, run_lengths
 from vllm_lifetime.traces.schema import DEFAULT_AGENT, Trace, TraceRequest, TraceSession
 from vllm_lifetime.traces.source import Row, TraceError, json_lines
+from vllm_lifetime.whole_file import replacing
 
 __all__ = ["TRACE_FORMAT", "TRACE_VERSION", "read_jsonl", "write_jsonl"]
 
@@ -63,8 +64,8 @@ def read_jsonl(path: Path) -> Trace:
 
 
 def write_jsonl(trace: Trace, path: Path) -> None:
-    """Write `trace`. Runs of consecutive block ids take one pair each. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write `trace`, or nothing. Runs of consecutive block ids take one pair each. Raises OSError."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
 
         def write(row: dict[str, Any]) -> None:
             file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
