@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_lifetime.bench.records import RunRecord
 from vllm_lifetime.bench.report import latencies
+from vllm_lifetime.whole_file import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +65,8 @@ def plot_run(record: RunRecord, path: Path, title: str) -> None:
         axes.grid(alpha=0.3)
     figure.axes[1].set_ylabel("share at most")
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)
 
 
 def _draw_hit_rate(axes: "Axes", record: RunRecord) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_lifetime.bench.counters import ServerCounts
 from vllm_lifetime.bench.records import RequestRecord, RunRecord
+from vllm_lifetime.whole_file import write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -155,7 +156,7 @@ def build_report(
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
     """Write the report. Raises OSError."""
-    path.write_text(json.dumps(report, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(report, separators=(",", ":"), ensure_ascii=False) + "\n")
 
 
 def make_table(summary: Mapping[str, Any]) -> "Table":

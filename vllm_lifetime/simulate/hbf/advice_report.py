@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_lifetime.simulate.hbf.advise import BASE, WARRANTY_YEARS, Advice, Outcome, years_text
+from vllm_lifetime.whole_file import replacing, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +33,7 @@ def write_advice(path: Path, advices: Sequence[Advice], workload: str) -> None:
                 outcome["lifetime_years"] = None
         entries.append(entry)
     text = json.dumps({"workload": workload, "advice": entries}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_text(path, text + "\n")
 
 
 def _best(outcomes: Sequence[Outcome], variant: str, config: str) -> Outcome | None:
@@ -106,4 +107,5 @@ def plot_advice(advices: Sequence[Advice], path: Path) -> None:
         lines.set_xlabel("HBF lifetime under the policy that lasts longest (years)")
         lines.grid(alpha=0.3)
         lines.legend(fontsize="x-small")
-    figure.savefig(path, dpi=110)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)

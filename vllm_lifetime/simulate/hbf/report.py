@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_lifetime.simulate.hbf.calibration import Finding
 from vllm_lifetime.simulate.hbf.checks import Check
 from vllm_lifetime.simulate.hbf.sweep import ResultRow
+from vllm_lifetime.whole_file import replacing, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ WARRANTY_YEARS = 5.0
 
 def write_json(path: Path, rows: Iterable[ResultRow | Check | Finding]) -> None:
     """A JSON list of rows; a check's and a finding's verdict is the field `pass`. An endless lifetime is null. Raises OSError."""
-    path.write_text(json.dumps([_plain(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps([_plain(row) for row in rows], indent=1) + "\n")
 
 
 def _plain(row: ResultRow | Check | Finding) -> dict[str, Any]:
@@ -129,7 +130,8 @@ def plot_lifetimes(rows: Sequence[ResultRow], path: Path) -> None:
         axes.set_title(f"{model}\n{trace}, {slo}", fontsize="small")
         axes.set_ylabel("HBF lifetime (years)", fontsize="small")
     figure.get_axes()[0].legend(fontsize="x-small")
-    figure.savefig(path, dpi=100)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=100)
 
 
 def plot_writes(rows: Sequence[ResultRow], path: Path, title: str) -> None:
@@ -164,4 +166,5 @@ def plot_writes(rows: Sequence[ResultRow], path: Path, title: str) -> None:
     figure.get_axes()[0].set_ylabel("writes to HBM (up), flash (down), % of all", fontsize="small")
     figure.get_axes()[0].legend(fontsize="x-small")
     figure.suptitle(title, fontsize="small")
-    figure.savefig(path, dpi=100)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=100)

@@ -33,6 +33,7 @@ from vllm_lifetime.simulate.hbf.sweep import (
 )
 from vllm_lifetime.simulate.hbf.workloads import Session, score_workers
 from vllm_lifetime.simulate.hbf.write_amplification import AMPLIFICATIONS
+from vllm_lifetime.whole_file import replacing, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -282,7 +283,7 @@ def _run_point(setup: Setup, cell: Cell, point: Point, load: _Load, policy: str)
 
 def write_sweep(path: Path, rows: Iterable[SweepRow]) -> None:
     """A JSON list of rows; the fields of `row` among the others. Raises OSError."""
-    path.write_text(json.dumps([_plain(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps([_plain(row) for row in rows], indent=1) + "\n")
 
 
 def _plain(row: SweepRow) -> dict[str, Any]:
@@ -353,4 +354,5 @@ def plot_sweep(rows: Sequence[SweepRow], path: Path) -> None:
         axes.set_xlabel(SWEEPS[rows[0].sweep].what, fontsize="small")
         axes.set_ylabel("HBF lifetime (years)", fontsize="small")
     figure.get_axes()[0].legend(fontsize="xx-small")
-    figure.savefig(path, dpi=100)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=100)
