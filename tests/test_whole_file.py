@@ -48,3 +48,58 @@ def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"figures"
     assert path.is_fifo()
     os.close(reader)
+
+
+def test_pipe_by_its_descriptor_is_no_file() -> None:
+    """`--json /dev/stdout | cat`, and the shell's `>(...)`."""
+    reader, writer = os.pipe()
+    try:
+        write_text(f"/dev/fd/{writer}", "figures")
+        assert os.read(reader, 100) == b"figures"
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_private_file_becomes_readable_by_all(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    write_text(path, "new")
+    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_file_whose_name_cannot_change_hands_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is mounted by itself."""
+    path = tmp_path / "figures.json"
+    path.write_text("old")
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "replace", busy)
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_in_a_folder_that_takes_no_new_ones_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("old")
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    write_text(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "new"
+    with pytest.raises(PermissionError):
+        monkeypatch.setattr(os, "open", refuse)
+        write_text(tmp_path / "other.json", "new")
+
+
+def test_name_as_long_as_names_may_be(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 250 + ".json")
+    write_text(path, "new")
+    assert path.read_text() == "new"

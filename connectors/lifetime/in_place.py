@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.logger import init_logger
@@ -225,7 +226,7 @@ class InPlaceMemory:
         wear = self._wear
         if wear is not None:
             for segment_class, block_ids in placed:
-                wear.name_blocks([block_id - self.plan.num_hbm_blocks for block_id in block_ids], segment_class)
+                wear.name_blocks(np.asarray(block_ids, np.int64) - self.plan.num_hbm_blocks, segment_class)
 
     def note_step(self, attn_metadata: Any) -> None:
         """A forward pass has read and written the blocks that `attn_metadata` names; wait as long as flash would have taken.

@@ -140,19 +140,20 @@ class InPlacePool:
         blocks = self.tiers.take(count, None if is_indifferent else POOL_TIERS[wanted], uses_retired=not is_blind)
         first_flash_id = self.tiers.first_flash_id
         row_of = self._row_of
-        num_flash = 0
+        in_flash: list[int] = []
         lost: Counter[tuple[_Row, Tier]] | None = None
         for block in blocks:
             block_id = block.block_id
             is_flash = block_id >= first_flash_id
-            num_flash += is_flash
+            if is_flash:
+                in_flash.append(block_id)
             old = row_of[block_id]
             if old is not None and old.is_open:
                 lost = Counter() if lost is None else lost
                 lost[old, Tier.FLASH if is_flash else Tier.HBM] += 1
             row_of[block_id] = row
-        if num_flash:
-            in_flash = [block.block_id for block in blocks if block.block_id >= first_flash_id]
+        num_flash = len(in_flash)
+        if in_flash:
             self._placed_in_flash.append((segment_class.value, in_flash))
         if lost is not None:
             for (old, tier), number in lost.items():

@@ -140,6 +140,13 @@ def test_no_server() -> None:
     assert "no answer from http://127.0.0.1:9/lifetime/v1/tiers" in result.stderr
 
 
+@pytest.mark.parametrize("url", ["nonsense", "", "http://[::1", "ftp://host"])
+def test_what_is_no_url_is_bad_input(url: str) -> None:
+    result = run("--url", url)
+    assert result.exit_code == 2
+    assert "not a URL of a server" in result.stderr
+
+
 def test_a_server_without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, 200, b'{"tiers": {}, "engines": [{"tiers": {}}]}')
     result = run("--url", "http://host:1")

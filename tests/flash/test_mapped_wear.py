@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wear ledger of flash in place: against a model that keeps every write, over restarts, kills and foreign ledgers."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wear_testing import counts_in, payload
 
-from vllm_lifetime.flash import FlashFormatError, FlashGeometry, WearOptions, wear
+from vllm_lifetime.flash import FlashError, FlashFormatError, FlashGeometry, WearOptions, wear
 from vllm_lifetime.flash.erase_blocks import EraseBlocks
 from vllm_lifetime.flash.layout import FlashLayout
 from vllm_lifetime.flash.mapped import MappedFlash, Span, mapped_file_bytes
@@ -89,7 +90,7 @@ def test_every_byte_and_page_is_that_of_a_model(
     unbuffered, buffered = (EraseBlocks(SIZE, OPTIONS.erase_block_bytes) for _ in range(2))
     classes, by_class = ["unknown"] * NUM_BLOCKS, Counter[str]()
     for extents, segment_class, block in steps:
-        of.name_blocks([block], segment_class)
+        of.name_blocks(np.array([block]), segment_class)
         classes[block] = segment_class
         tokens: list[int] = []
         for written_block, first, count in {extent[0]: extent for extent in extents}.values():
@@ -161,7 +162,7 @@ def test_step_after_the_end_is_not_counted(path: Path) -> None:
 def test_two_lives_add_up(path: Path) -> None:
     for name in ("lead", "worker"):
         mapped, of = open_mapped(path)
-        of.name_blocks([0, 1], name)
+        of.name_blocks(np.array([0, 1]), name)
         write(of, *range(8))
         mapped.close()
         assert not path.exists()
@@ -246,3 +247,40 @@ def test_forged_ledger_is_refused(path: Path) -> None:
     with pytest.raises(FlashFormatError, match=r"not written by vllm-lifetime\. Delete or move it"):
         open_mapped(path)
     assert not path.exists()
+
+
+def test_bytes_of_a_killed_server_are_lost_by_a_start_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full when the payload is reserved: the flash file goes, and its ledger has to have been written before."""
+    mapped, of = open_mapped(path)
+    write(of, *range(8))
+    of.ledger._look(float("inf"))
+    write(of, 8, 9)
+    abandon(mapped)
+    reserve = os.posix_fallocate
+    calls = Counter[str]()
+
+    def fill_up(descriptor: int, offset: int, length: int) -> None:
+        calls["reserve"] += 1
+        if calls["reserve"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fill_up)
+    with pytest.raises(FlashError, match="cannot be mapped: No space left on device"):
+        open_mapped(path)
+    assert not path.exists()
+    assert sum(written(path).values()) == 10 * TOKEN_BYTES
+
+
+def test_an_error_in_counting_ends_the_count_for_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, of = open_mapped(path)
+    write(of, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(of, "_extents", lambda *_: 1 // 0)
+        of.ledger.refresh()
+    write(of, 1)
+    snapshot = of.ledger.refresh()
+    assert snapshot.payload_bytes == TOKEN_BYTES
+    of.ledger._look(float("inf"))
+    assert of.ledger.snapshot.errors == {"ZeroDivisionError": 1}
+    mapped.close()

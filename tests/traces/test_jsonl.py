@@ -80,6 +80,10 @@ def test_blocks_may_be_ids_and_pairs(tmp_path: Path) -> None:
         ([HEADER, SESSION, SESSION], ":3: expected each session once"),
         ([HEADER, SESSION, REQUEST | {"after": 0}], ":3: field 'after'"),
         ([HEADER, SESSION, REQUEST | {"after": True}], ":3: field 'after'"),
+        (
+            [HEADER, SESSION, REQUEST | {"output_tokens": 10**19}],
+            ":3: field 'output_tokens': expected a whole number of at least 0",
+        ),
         ([HEADER, SESSION, REQUEST | {"gap_s": -1}], ":3: field 'gap_s': expected a number of at least 0, found -1"),
         ([HEADER, SESSION, REQUEST | {"service_s": float("nan")}], "'service_s'"),
         ([HEADER, SESSION, REQUEST | {"blocks": [[1, -1]]}], "'blocks'"),

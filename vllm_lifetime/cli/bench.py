@@ -136,6 +136,13 @@ def _tell(outcome: Outcome, name: str, num_sessions: int, settings: dict[str, An
     if outcome.boundaries_lost:
         problems.append(f"The server did not take {outcome.boundaries_lost:,} of the boundaries.")
     info = outcome.info
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    console.print(f"{name} on {info.model}, {outcome.record.wall_s:,.1f} s", soft_wrap=True, markup=False)
+    console.print(make_table(summary))
+    for problem in problems:
+        console.print(f"Note: {problem}", soft_wrap=True, markup=False)
     if json is not None:
         server = {
             "model": info.model,
@@ -146,13 +153,6 @@ def _tell(outcome: Outcome, name: str, num_sessions: int, settings: dict[str, An
             "boundaries_lost": outcome.boundaries_lost,
         }
         write_report(build_report(outcome.record, summary, problems, outcome.counts, settings, server), json)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
-    console.print(f"{name} on {info.model}, {outcome.record.wall_s:,.1f} s", soft_wrap=True, markup=False)
-    console.print(make_table(summary))
-    for problem in problems:
-        console.print(f"Note: {problem}", soft_wrap=True, markup=False)
     if plot is not None:
         from vllm_lifetime.bench.plots import plot_run
 

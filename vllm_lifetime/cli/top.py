@@ -143,11 +143,7 @@ def top(
             raise typer.Exit(2)
     root = server_root(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        client = httpx.Client(base_url=root, headers=headers, timeout=REQUEST_TIMEOUT_S)
-    except httpx.InvalidURL as error:
-        raise typer.BadParameter(f"{url!r} is not a URL: {error}", param_hint="--url") from None
-    with client:
+    with httpx.Client(base_url=root, headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
         reader = Reader(client)
         if once:
             try:

@@ -105,7 +105,7 @@ def _ask(url: str, token: str | None) -> tuple[list[dict[str, Any]], list[dict[s
     address = f"{server_root(url)}/lifetime/v1/tiers"
     try:
         response = httpx.get(address, headers=headers, timeout=REQUEST_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except httpx.HTTPError as error:
         fail(f"no answer from {address}: {str(error) or type(error).__name__}", NO_ANSWER)
     if response.status_code == 404:
         fail(f"{url} has no /lifetime/v1/tiers: was it started with --kv-connector lifetime?", NO_ANSWER)

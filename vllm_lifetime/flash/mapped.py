@@ -20,7 +20,7 @@ from vllm_lifetime.flash.layout import PAGE_BYTES, RECORD_BYTES, FlashGeometry, 
 from vllm_lifetime.flash.ledger_of_file import open_ledger
 from vllm_lifetime.flash.mapped_wear import MappedWear
 from vllm_lifetime.flash.storage import open_flash_file, remove_file
-from vllm_lifetime.flash.wear import WearOptions
+from vllm_lifetime.flash.wear import WearLedger, WearOptions
 
 __all__ = ["MappedFlash", "Span", "mapped_file_bytes", "mapped_slots"]
 
@@ -90,6 +90,7 @@ class MappedFlash:
         self._descriptor: int | None = file.file_descriptor
         self.wear: MappedWear | None = None
         """What is written, for the ledger; None without one."""
+        ledger: WearLedger | None = None
         try:
             ledger = None if wear is None else open_ledger(path, file, wear)
         except BaseException:
@@ -111,14 +112,20 @@ class MappedFlash:
                 part_bytes = [span.length // num_blocks for span in spans]
                 self.wear = MappedWear(ledger, file.file_descriptor, file.layout, part_bytes, num_blocks)
         except OSError as error:
-            self.close()
+            self._give_up(ledger)
             raise FlashError(
                 f"{total_bytes} bytes with parts of the flash file {path} cannot be mapped: {error.strerror}. Lower flash_bytes, "
                 "or give a path on a local file system."
             ) from error
         except BaseException:
-            self.close()
+            self._give_up(ledger)
             raise
+
+    def _give_up(self, ledger: WearLedger | None) -> None:
+        """As `close`; what the ledger has found of an earlier server is only there so far, and would go with the file."""
+        if self.wear is None and ledger is not None:
+            ledger.close()
+        self.close()
 
     def buffer(self) -> "ctypes.Array[ctypes.c_int8]":
         """The memory, for whoever wants a buffer."""

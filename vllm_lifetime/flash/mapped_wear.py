@@ -65,12 +65,12 @@ class MappedWear:
 
     # ------------------------------------------------------------------ the steps' thread
 
-    def name_blocks(self, blocks: Sequence[int], segment_class: str) -> None:
+    def name_blocks(self, blocks: npt.NDArray[np.int64], segment_class: str) -> None:
         """These blocks (0: the first in flash) are handed out to a segment of that class. O(blocks), vectorised."""
         code = self._codes.get(segment_class)
         if code is None:
             code = self._codes[segment_class] = len(self._codes) if len(self._codes) < MAX_REASONS else 0
-        self._class_of[np.asarray(blocks, np.int64)] = code
+        self._class_of[blocks] = code
 
     def note(self, tokens: npt.NDArray[np.int64]) -> int:
         """A step has written these tokens' KV, numbered from the first flash block's first; each block's stand together.

@@ -249,8 +249,12 @@ class WearLedger:
                 self.snapshot = self._snapshot()
 
     def _collect(self) -> None:
-        if self._source is not None:
+        if self._source is None:
+            return
+        try:
             self._source(self._counts)
+        except Exception as error:  # the thread that counts must go on
+            self._failed(error, "misses some of what was just written")
 
     def _snapshot(self, blocks: EraseBlockSummary | None = None) -> WearSnapshot:
         return WearSnapshot.of(

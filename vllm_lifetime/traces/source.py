@@ -52,8 +52,9 @@ class Row:
         return value or None
 
     def count(self, name: str, default: int = _REQUIRED) -> int:
-        """A whole number of at least 0."""
-        return self._get(name, default, "a whole number of at least 0", lambda value: type(value) is int and value >= 0)
+        """A whole number of at least 0, small enough to be counted with."""
+        expected = "a whole number of at least 0, below 2**53"
+        return self._get(name, default, expected, lambda value: type(value) is int and 0 <= value < 1 << 53)
 
     def seconds(self, name: str, default: float = _REQUIRED) -> float:
         """A finite number of at least 0."""
