@@ -24,7 +24,8 @@ $(HARNESS_VENVS): .venv-%:
 test: ## lint, types and all tests
 	@# Packages are downloaded and unpacked side by side.
 	@$(MAKE) --no-print-directory -j3 venv harness-venvs
-	@$(MAKE) --no-print-directory lint pytest
+	@# mypy is the work of one core.
+	@$(MAKE) --no-print-directory -j2 lint pytest
 
 pytest: venv harness-venvs
 	@# Unit tests wait more than they compute; those that start servers need all cores. Both run, whatever becomes of the first.
