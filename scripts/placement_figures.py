@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.placement_report import BASELINE, CLASSES
+from scripts.markdown import markdown_table
 
 __all__ = ["placement_section"]
 
@@ -13,11 +14,6 @@ __all__ = ["placement_section"]
 def placement_section(report: dict[str, Any]) -> str:
     """Two tables, and what was the same or counted in all runs, as Markdown."""
     return "\n\n".join((_writes(report), _classes(report), _conditions(report)))
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def _cells(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -40,7 +36,7 @@ def _writes(report: dict[str, Any]) -> str:
     def rise(cell: dict[str, Any]) -> str:
         return "" if cell["hbm_share_rise"] is None or cell["policy"] == BASELINE else f"{cell['hbm_share_rise']:.1f} times"
 
-    return _table(
+    return markdown_table(
         [
             "HBM",
             "policy",
@@ -62,16 +58,18 @@ def _writes(report: dict[str, Any]) -> str:
             ]
             for size, cell in _cells(report)
         ],
+        text_columns=2,
     )
 
 
 def _classes(report: dict[str, Any]) -> str:
-    return _table(
+    return markdown_table(
         ["HBM", "policy", *(f"of {name}s' writes in HBM" if name != "reasoning" else "of reasoning's" for name in CLASSES)],
         [
             [size, f"`{cell['policy']}`", *(f"{cell['hbm_share_of_class'][name]:.0%}" for name in CLASSES)]
             for size, cell in _cells(report)
         ],
+        text_columns=2,
     )
 
 

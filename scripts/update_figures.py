@@ -11,11 +11,12 @@ import json
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.decision_costs import PAPER
+from scripts.markdown import markdown_table
 from scripts.placement_figures import placement_section
 
 __all__ = ["main"]
@@ -45,13 +46,6 @@ def _render(match: re.Match[str]) -> str:
     return match[1] + "\n" + TABLES[match[2]](json.loads(source.read_text())) + "\n\n" + match[3]
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 1)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
 def _demo(report: dict[str, Any]) -> str:
     runs = {run["name"]: run for run in report["runs"]}
     stock, lifecycle, ours = (runs[name] for name in ("vllm", "lifecycle", "lifetime"))
@@ -62,7 +56,7 @@ def _demo(report: dict[str, Any]) -> str:
 
     higher: Callable[[float, float], float] = lambda theirs, mine: mine / theirs  # noqa: E731
     lower: Callable[[float, float], float] = lambda theirs, mine: theirs / mine  # noqa: E731
-    table = _table(
+    table = markdown_table(
         ("", "vLLM", "lifecycle alone", "lifetime", "better than vLLM by", "than lifecycle by"),
         [
             row("token hit rate", "hit_rate", "{:.1%}", higher),
@@ -94,14 +88,14 @@ def _block_pool(report: dict[str, Any]) -> str:
     for row in report["calls"]:
         cell = f"{row['stock_us']:.4g} / {row['ours_us']:.4g} ({row['ratio']:.2f})"
         groups.setdefault((row["blocks"], row["runs"], row["batch"]), []).append(cell)
-    calls = _table(
+    calls = markdown_table(
         ("blocks", "runs", "batch", *operations),
         [
             [f"{blocks:,}", f"{runs:,}" if runs else "no metadata", str(batch), *cells]
             for (blocks, runs, batch), cells in groups.items()
         ],
     )
-    ends = _table(
+    ends = markdown_table(
         ("runs", "blocks per run", "end of a workflow, us", "us per run"),
         [
             [f"{row['runs']:,}", f"{row['blocks_per_run']:,}", f"{row['end_us']:.1f}", f"{row['us_per_run']:.2f}"]
@@ -112,7 +106,7 @@ def _block_pool(report: dict[str, Any]) -> str:
 
 
 def _copies(rows: list[dict[str, Any]]) -> str:
-    return _table(
+    return markdown_table(
         ("", "page", "contiguous memcpy", "memcpy per page", "engine", "engine / memcpy per page"),
         [
             [
@@ -129,7 +123,7 @@ def _copies(rows: list[dict[str, Any]]) -> str:
 
 
 def _flash(rows: list[dict[str, Any]]) -> str:
-    return _table(
+    return markdown_table(
         ("", "slot", "pages", "threads", "plain file IO", "device", "device / plain"),
         [
             [
@@ -153,7 +147,7 @@ def _no_hints(report: dict[str, Any]) -> str:
         "workflow_latency_s": "workflow latency, mean (s)",
         "wall_s": "whole run (s)",
     }
-    return _table(
+    return markdown_table(
         ("", "vLLM", "lifetime", "lifetime / vLLM", "vLLM's own spread"),
         [
             [
@@ -177,7 +171,7 @@ def _prediction(report: dict[str, Any]) -> str:
         text = f"{row['accuracy_mean'][k]:.3f} ± {row['accuracy_deviation'][k]:.3f}"
         return f"**{text}**" if row["accuracy_mean"][k] == best[k] else text
 
-    table = _table(
+    table = markdown_table(
         ("predictor", "parameters", *(f"s{k + 1}" for k in steps), "log loss"),
         [
             [
@@ -206,7 +200,7 @@ def _boundary_load(report: dict[str, Any]) -> str:
         return float(statistics.median(window[key] for window in windows if window["mode"] == mode))
 
     modes = {"off": "no events", "on": "events to the server", "sink": "the same events to an empty sink"}
-    table = _table(
+    table = markdown_table(
         ("", "tokens/s", "API server, cores", "engine and worker, cores", "of it in events"),
         [
             [
@@ -240,7 +234,7 @@ def _replay(rows: list[dict[str, Any]]) -> str:
         is_between = row["gap_closed"] is not None and row["policy"] not in ("lru", "belady")
         return f"{100 * row['hit_rate']:.1f}%" + (f" ({100 * row['gap_closed']:+.0f}%)" if is_between else "")
 
-    table = _table(
+    table = markdown_table(
         ("capacity", *policies, "overcommitted"),
         [
             [f"{capacity:g}", *(cell(row) for row in cells.values()), f"{cells['lru']['overcommitted_requests']:,}"]
@@ -272,7 +266,7 @@ def _sweeps(found: dict[str, list[dict[str, Any]]]) -> str:
         if name == "rho":
             evicted = [f"{rates['pbkv', value]['evicted_per_read']:.2f}" for value in values]
             table.append(["blocks evicted per block read, pbkv", *evicted])
-        parts.append(_table(("hit rate, %" if name == "policies" else name, *values), table))
+        parts.append(markdown_table(("hit rate, %" if name == "policies" else name, *values), table))
     seeds = next(iter(found.values()))[0]["seeds"]
     return "\n\n".join(parts) + f"\n\nMean and deviation by seed; seeds: {seeds}."
 
@@ -292,7 +286,7 @@ def _decision_costs(rows: list[dict[str, Any]]) -> str:
         return "-" if mean is None or p99 is None else f"{mean * scale:g} / {p99 * scale:g}"
 
     decisions = dict.fromkeys(row["decision"] for row in rows)
-    return _table(
+    return markdown_table(
         ("decision", *(f"{pool:,} blocks" for pool in pools), "PBKV"),
         [[decision, *cells(decision), paper(decision)] for decision in decisions],
     )
@@ -316,7 +310,7 @@ def _hbf_results(rows: list[dict[str, Any]]) -> str:
 
     parts = []
     for trace in dict.fromkeys(key[0] for key in cells):
-        table = _table(
+        table = markdown_table(
             ("SLO, model", "configuration", "sessions", "written, GB/s", *(f"`{policy}`" for policy in policies)),
             [
                 [
@@ -340,7 +334,7 @@ def _hbf_checks(checks: list[dict[str, Any]]) -> str:
     run = [check for check in checks if check["pass"] is not None]
     missed = [check for check in run if not check["pass"]]
     directions = [check for check in run if check["is_direction"]]
-    table = _table(
+    table = markdown_table(
         ("check that fails", "paper", "here", "hinges on"),
         [[check["what"], check["target"], f"{check['value']:.3g}", check["hinges_on"] or "not known"] for check in missed],
     )
@@ -364,7 +358,7 @@ def _hbf_sweep(rows: list[dict[str, Any]]) -> str:
         reached = f", {statistics.fmean(shares):.0%}" if shares else ""
         return f"{years} ({statistics.fmean(row['gain'] for row in found):.2f}{reached})"
 
-    table = _table(
+    table = markdown_table(
         ("trace, SLO, model, configuration", "policy", *values),
         [
             [f"{trace}, {slo}, {place}", f"`{policy}`", *(text(found[value]) for value in values)]

@@ -20,10 +20,11 @@ from benchmarks.comparison.measure import Result, measure
 from benchmarks.comparison.overhead import overhead
 from benchmarks.comparison.plots import plot
 from benchmarks.comparison.regimes import REGIMES, Regime, Work, work_of
-from benchmarks.comparison.settings import Budget, ServerSettings, block_bytes
+from benchmarks.comparison.settings import Budget, ServerSettings
 from benchmarks.comparison.systems import SYSTEMS, Site, lmcache_version, why_not_here
 from benchmarks.comparison.tables import markdown
 from benchmarks.demo import machine, versions
+from benchmarks.server import kv_block_bytes
 from vllm_lifetime.traces.source import TraceError
 
 BASE, OURS = "vllm", "lifetime"
@@ -95,7 +96,7 @@ def run(
         tokens = work.working_set_tokens * (capacity or one.capacity * (QUICK_CAPACITY if quick else 1.0))
         blocks = max(round(tokens / settings.block_size_tokens), _fewest_blocks(work, settings))
         shares = (host_share or one.host_share, disk_share or one.disk_share)
-        budget = Budget(blocks, block_bytes(model, settings), *shares)
+        budget = Budget(blocks, kv_block_bytes(model, settings.block_size_tokens, settings.dtype), *shares)
         names = chosen or [name for name in one.systems if not quick or name in QUICK_SYSTEMS]
         comparison = Comparison(one, work, settings, budget, names, seed, folder, model)
         try:

@@ -15,9 +15,9 @@ import typer
 
 from benchmarks.comparison.measure import REQUEST_TIMEOUT_S
 from benchmarks.comparison.regimes import DYNAMIC
-from benchmarks.comparison.settings import SCHEDULER_TIMES, Budget, ServerSettings, block_bytes
+from benchmarks.comparison.settings import SCHEDULER_TIMES, Budget, ServerSettings
 from benchmarks.comparison.systems import SYSTEMS, Site
-from benchmarks.server import ServerError
+from benchmarks.server import ServerError, kv_block_bytes
 from vllm_lifetime.bench.driver import Pace
 from vllm_lifetime.bench.plan import make_plan
 from vllm_lifetime.bench.run import run_bench
@@ -81,9 +81,8 @@ def _measure(
     TIMES.parent.mkdir(parents=True, exist_ok=True)
     TIMES.write_text("")
     # HBM under pressure at the highest level, so that blocks are evicted, copied down and loaded in most steps.
-    budget = Budget(
-        hbm_blocks=16 * max(levels) + 256, block_bytes=block_bytes(model, settings), host_share=0.125, disk_share=0.125
-    )
+    block_bytes = kv_block_bytes(model, settings.block_size_tokens, settings.dtype)
+    budget = Budget(hbm_blocks=16 * max(levels) + 256, block_bytes=block_bytes, host_share=0.125, disk_share=0.125)
     site = Site(model, Path("build/comparison"), settings, budget, f"overhead-{name}")
     windows: list[tuple[int, int, float, float]] = []
     with SYSTEMS[name].start(site) as running:

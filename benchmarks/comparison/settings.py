@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all systems of a comparison are given alike: the model, the server's options, and the bytes of each memory."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["SCHEDULER_TIMES", "Budget", "ServerSettings", "block_bytes"]
+from benchmarks.server import serve_arguments
+
+__all__ = ["SCHEDULER_TIMES", "Budget", "ServerSettings"]
 
 SCHEDULER_TIMES = "BENCHMARK_SCHEDULER_TIMES"
 """Environment variable: the file that `TimedScheduler` writes to."""
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -31,18 +29,15 @@ class ServerSettings:
 
     def arguments(self, hbm_blocks: int) -> list[str]:
         """Options of `vllm serve`."""
-        return [
-            *("--dtype", self.dtype),
-            *("--block-size", str(self.block_size_tokens)),
-            *("--num-gpu-blocks-override", str(hbm_blocks)),
-            *("--max-num-seqs", str(self.max_num_seqs)),
-            *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
-            *("--max-model-len", str(self.max_model_len)),
-            "--enable-prefix-caching",
-            "--enable-prompt-tokens-details",
-            "--enforce-eager",
-            *self.more_arguments,
-        ]
+        shared = serve_arguments(
+            dtype=self.dtype,
+            block_size=self.block_size_tokens,
+            blocks=hbm_blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        return [*shared, *self.more_arguments]
 
     def environment(self) -> dict[str, str]:
         """Environment of `vllm serve`.
@@ -84,10 +79,3 @@ class Budget:
 
     def _blocks(self, share: float) -> int:
         return round(self.hbm_blocks * share)
-
-
-def block_bytes(model: Path, settings: ServerSettings) -> int:
-    """Bytes of one KV block of the model in folder `model`."""
-    config = json.loads((model / "config.json").read_text())
-    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    return int(settings.block_size_tokens * per_token * _ELEMENT_BYTES[settings.dtype])

@@ -17,10 +17,10 @@ from benchmarks.comparison.figures import check, estimate, figures_of, ratio_to,
 from benchmarks.comparison.measure import Result, bytes_written, short_error
 from benchmarks.comparison.overhead import overhead_table, read_steps, summarize_steps
 from benchmarks.comparison.regimes import REGIMES, Work, hostile, uniform_reuse, work_of
-from benchmarks.comparison.settings import Budget, ServerSettings, block_bytes
+from benchmarks.comparison.settings import Budget, ServerSettings
 from benchmarks.comparison.systems import STAGING_BLOCKS, SYSTEMS, Site, System
 from benchmarks.comparison.tables import markdown
-from benchmarks.server import VllmServer
+from benchmarks.server import VllmServer, kv_block_bytes
 
 BLOCK_BYTES = 1024
 
@@ -91,7 +91,7 @@ def test_systems_are_started_alike(name: str, tmp_path: Path, commands: list[lis
 
 def test_the_bytes_of_a_block_are_those_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64}))
-    assert block_bytes(tmp_path, ServerSettings()) == 32 * 3 * 2 * 64 * 2 * 4
+    assert kv_block_bytes(tmp_path, 32, "float32") == 32 * 3 * 2 * 64 * 2 * 4
 
 
 def test_what_processes_write_is_counted(tmp_path: Path) -> None:

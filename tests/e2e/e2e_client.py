@@ -13,7 +13,7 @@ from typing import Any, Self
 import httpx
 from e2e_workload import BLOCK_TOKENS, CHAT, CHAT_TOKENS, MAX_MODEL_LEN, POOL_BLOCKS, Prompt, filler
 
-from benchmarks.server import Metrics, VllmServer, metric_sum
+from benchmarks.server import Metrics, VllmServer, metric_sum, serve_arguments
 
 BLOCK_BYTES = {"float32": 1 << 17, "bfloat16": 1 << 16}
 """Bytes of one KV block of the test model."""
@@ -37,18 +37,15 @@ class Answer:
 
 def server_args(dtype: str, *more: str) -> list[str]:
     """Options of `vllm serve`: the same for stock vLLM and for ours."""
-    return [
-        *("--dtype", dtype),
-        *("--block-size", str(BLOCK_TOKENS)),
-        *("--num-gpu-blocks-override", str(POOL_BLOCKS)),
-        *("--max-model-len", str(MAX_MODEL_LEN)),
-        *("--max-num-seqs", "8"),
-        *("--max-num-batched-tokens", "256"),
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-        "--enforce-eager",
-        *more,
-    ]
+    shared = serve_arguments(
+        dtype=dtype,
+        block_size=BLOCK_TOKENS,
+        blocks=POOL_BLOCKS,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    return [*shared, *more]
 
 
 def tier_options(dtype: str, flash_path: Path | None, host_blocks: int, flash_blocks: int, **more: Any) -> dict[str, Any]:

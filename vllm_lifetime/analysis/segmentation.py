@@ -20,7 +20,7 @@ from vllm_lifetime.analysis.structure import AgentRequests, SessionStructure
 from vllm_lifetime.analysis.writes import SessionWrites, Write
 from vllm_lifetime.boundaries import BoundaryKind, SegmentClass
 
-__all__ = ["Segment", "session_segments"]
+__all__ = ["Segment", "dies_with_turn", "last_reader_of", "session_segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,23 @@ def session_segments(structure: SessionStructure, written: SessionWrites, refere
     return segments
 
 
+def last_reader_of(agent: AgentRequests, writer: int, write: Write) -> int:
+    """The place in `agent` of the last of its requests that keep open what its request at place `writer` wrote.
+
+    What another agent's request reads last is open as long as its own agent's request before that one. O(log requests).
+    """
+    return max(writer, bisect_right(agent.indices, write.last_reader) - 1)
+
+
+def dies_with_turn(agent: AgentRequests, writer: int, reader: int) -> bool:
+    """Whether nobody reads it after the turn in which it was written, though the agent goes on: it is `reasoning_laden`.
+
+    `writer`, `reader`: places in `agent`; it is a root.
+    """
+    goes_on = reader + 1 < len(agent.indices) and agent.epochs[reader + 1] == agent.epochs[reader]
+    return goes_on and agent.turns[reader] == agent.turns[writer]
+
+
 class _Maker:
     def __init__(self, structure: SessionStructure, reference: Times, traced: Times) -> None:
         self._session_id = structure.session.session_id
@@ -113,11 +130,9 @@ class _Maker:
         place_of = {index: place for place, index in enumerate(agent.indices)}
         for write in writes:
             writer = place_of[write.writer]
-            # What another agent's request reads last is open as long as its own agent's request before that one.
-            reader = max(writer, bisect_right(agent.indices, write.last_reader) - 1)
+            reader = last_reader_of(agent, writer, write)
             epoch, turn = agent.epochs[reader], agent.turns[reader]
-            goes_on = reader + 1 < len(agent.indices) and agent.epochs[reader + 1] == epoch
-            if goes_on and turn == agent.turns[writer]:
+            if dies_with_turn(agent, writer, reader):
                 sums = laden.setdefault((epoch, turn), _Sums())
                 sums.add(write)
                 if agent.turns[reader + 1] == turn:

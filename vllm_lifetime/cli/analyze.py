@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
 from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from vllm_lifetime.analysis.report import Analysis, Comparison
 
 __all__ = ["add_to", "analyze"]
-
-PIPE_WIDTH = 140
-"""Columns where there is no terminal to ask."""
 
 CHARS_REMARK = (
     "Generated tokens are estimated from characters (4 a token) where the logged count is less: this format's `output_tokens` is "
@@ -80,9 +78,7 @@ def analyze(
                 outputs,
                 on_session=lambda: progress.advance(bar),
             )
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=PIPE_WIDTH)
+        console = results_console()
         remarks = [*analysis.remarks, *([CHARS_REMARK] if format == "claude-code" else [])]
         _show(analysis, remarks, console)
         if json is not None:

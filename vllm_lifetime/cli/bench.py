@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
+from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from vllm_lifetime.bench.run import Outcome
 
 __all__ = ["add_to", "bench"]
-
-PIPE_WIDTH = 140
-"""Columns where there is no terminal to ask."""
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: nothing was sent; the run is not complete, or a request failed; Ctrl-C or SIGTERM."""
@@ -115,19 +114,16 @@ def bench(
             )
         _tell(outcome, plan.name, len(plan.sessions), settings, json, plot)
     except (ServerError, ValueError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
+        fail(str(error), REFUSED)
     except ImportError as error:
         typer.echo(NO_MATPLOTLIB.format(error), err=True)
         raise typer.Exit(REFUSED) from None
     failure = _failure(outcome)
     if failure is not None:
-        typer.echo(f"Error: {failure}", err=True)
-        raise typer.Exit(INTERRUPTED if was_interrupted else FAILED)
+        fail(failure, INTERRUPTED if was_interrupted else FAILED)
 
 
 def _tell(outcome: Outcome, name: str, num_sessions: int, settings: dict[str, Any], json: Path | None, plot: Path | None) -> None:
-    from rich.console import Console
 
     from vllm_lifetime.bench.report import build_report, find_problems, make_table, summarize, write_report
 
@@ -136,9 +132,7 @@ def _tell(outcome: Outcome, name: str, num_sessions: int, settings: dict[str, An
     if outcome.boundaries_lost:
         problems.append(f"The server did not take {outcome.boundaries_lost:,} of the boundaries.")
     info = outcome.info
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+    console = results_console()
     console.print(f"{name} on {info.model}, {outcome.record.wall_s:,.1f} s", soft_wrap=True, markup=False)
     console.print(make_table(summary))
     for problem in problems:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
 from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 from vllm_lifetime.whole_file import write_text
@@ -143,10 +144,7 @@ def evaluate(
             )
     except (OSError, ValueError) as error:
         fail(str(error))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=60 + 20 * horizon)  # a file has no width; lines are not to be broken
-    console.print(_table(done, horizon, seeds))
+    results_console(60 + 20 * horizon, highlight=True).print(_table(done, horizon, seeds))
     if json_file is not None:
         typer.echo(f"Wrote {json_file}")
 

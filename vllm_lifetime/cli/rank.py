@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
 from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from vllm_lifetime.traces.spawn_schema import SpawnSample
 
 __all__ = ["add_to", "evaluate", "train"]
-
-PIPE_WIDTH = 130
-"""Columns where there is no terminal to ask."""
 
 SHOWN_PERCENTS = (10, 25)
 """k in the table, in percent of the workers; the file and the plot have more."""
@@ -113,9 +111,7 @@ def evaluate(
                 None if made_up is None else made_up.scores,
                 on_step=lambda name: progress.update(bar, advance=1, description=name),
             )
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=PIPE_WIDTH)
+        console = results_console(130)
         console.print(
             f"{source}: {done.workers} sub-agents of {done.sessions} sessions; lifetimes p10 {done.p10_s:.0f} s, "
             f"median {done.median_s:.0f} s, p90 {done.p90_s:.0f} s\n"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
+from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -21,9 +23,6 @@ WORKFLOWS_PER_SLOT = 4
 DEFAULT_CAPACITY = "0.1,0.2,0.35,0.5,0.7"
 DEFAULT_CONCURRENCY = 24
 WORKLOAD_DEFAULTS = "hover 1.55 at 72, swebench 1.5 at 24, financebench 2.0 at 48"
-
-PIPE_WIDTH = 140
-"""Columns where there is no terminal to ask."""
 
 NO_MATPLOTLIB = "Error: --plot needs matplotlib, which is not installed ({}). Try: pip install matplotlib"
 
@@ -61,7 +60,6 @@ def replay(
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate over capacity into this .png; needs matplotlib.")] = None,
 ) -> None:
     """Replay a trace through eviction policies and compare their hit rates. Exit code 2: something asked for cannot be."""
-    from rich.console import Console
 
     from vllm_lifetime.prediction.predictor_file import PredictorFileError
     from vllm_lifetime.simulate.comparison import compare, make_table, plot_rows, write_rows
@@ -96,9 +94,7 @@ def replay(
             f"{trace.name}: {rows[0].requests:,} requests of {rows[0].sessions:,} sessions, {concurrency} at a time; "
             "hit rate (share of the gap from lru to belady)"
         )
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=PIPE_WIDTH)
+        console = results_console()
         console.print(title, soft_wrap=True)
         console.print(make_table(rows))
         if json is not None:
@@ -106,8 +102,7 @@ def replay(
         if plot is not None:
             plot_rows(rows, plot, trace.name)
     except (TraceError, PredictorFileError, ValueError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(str(error))
     except ImportError as error:
         typer.echo(NO_MATPLOTLIB.format(error), err=True)
         raise typer.Exit(2) from None
@@ -137,7 +132,6 @@ def replay_sweep(
     plot: Annotated[Path | None, typer.Option(help="Draw hit rates into this .png; needs matplotlib.")] = None,
 ) -> None:
     """Vary one parameter on a made-up workload, with a host tier for the policies that prefetch. Exit codes as `replay`."""
-    from rich.console import Console
     from rich.table import Table
 
     from vllm_lifetime.prediction.predictor_file import PredictorFileError
@@ -165,9 +159,7 @@ def replay_sweep(
         for policy in what.policies:
             line = [row for row in rows if row.policy == policy]
             table.add_row(policy, *(f"{row.hit_rate:.2%} ±{100 * row.deviation:.2f}" for row in line))
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=PIPE_WIDTH)
+        console = results_console()
         console.print(f"{what.workload}: hit rate, mean and deviation over {seeds} seeds", soft_wrap=True)
         console.print(table)
         if json is not None:
@@ -175,8 +167,7 @@ def replay_sweep(
         if plot is not None:
             plot_sweep(rows, plot)
     except (PredictorFileError, ValueError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(str(error))
     except ImportError as error:
         typer.echo(NO_MATPLOTLIB.format(error), err=True)
         raise typer.Exit(2) from None

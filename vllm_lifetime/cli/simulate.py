@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
 from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
 
@@ -166,7 +167,7 @@ def _run_made_up(setup: Setup, asked: _Asked) -> None:
                 findings += check_structural(load_structural(setup.structural), sessions[name], tpot_s)
             elif name != "multi_agent_no_reviewer":
                 findings += check_temporal(load_temporal(setup.temporal), name, sessions[name], tpot_s)
-        console = _console()
+        console = results_console(PIPE_WIDTH)
         _show_rows(asked.out, rows, console)
         write_json(asked.out / "checks.json", checks)
         write_json(asked.out / "calibration.json", findings)
@@ -192,7 +193,7 @@ def _sweep(setup: Setup, asked: _Asked) -> None:
                 start(len(cells))
                 rows = run_sweep(setup, name, cells, asked.processes, advance)
             write_sweep(asked.out / f"sweep-{name}.json", rows)
-            _console().print(sweep_table(rows))
+            results_console(PIPE_WIDTH).print(sweep_table(rows))
             plot_sweep(rows, asked.out / f"sweep-{name}.png")
 
 
@@ -212,7 +213,7 @@ def _run_own(setup: Setup, asked: _Asked) -> None:
         traces[label] = build_trace([session.root for session in sessions], gpu.reference_tpot.value)
         setup = fit_durations(setup, sessions, max(parse_slo(slo) for slo in asked.slos))
     with _folder(asked.out, asked.own_trace):
-        console = _console()
+        console = results_console(PIPE_WIDTH)
         console.print(own.describe(), soft_wrap=True, markup=False)
         rows = _run_cells(setup, asked, models, configs, list(traces), traces)
         _show_rows(asked.out, rows, console)
@@ -236,7 +237,7 @@ def _advise(setup: Setup, asked: _Asked) -> None:
         name = workload = asked.traces[0]
         sessions = make_sessions(setup, name, 0)
     with _folder(asked.out, asked.own_trace):
-        console = _console()
+        console = results_console(PIPE_WIDTH)
         console.print(workload, soft_wrap=True, markup=False)
         advices = []
         for model in models:
@@ -338,13 +339,6 @@ def _show_rows(out: Path, rows: Sequence[ResultRow], console: Console) -> None:
     for number, (m, s, t) in enumerate(dict.fromkeys((row.model, row.slo, row.trace) for row in rows)):
         chosen = [row for row in rows if (row.model, row.slo, row.trace) == (m, s, t)]
         plot_writes(chosen, out / f"writes-{number}.png", f"{m}, {t}, {s}")
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 @contextmanager

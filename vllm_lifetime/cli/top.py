@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
+from vllm_lifetime.cli.failure import NO_ANSWER, fail
 from vllm_lifetime.cli.server_url import server_root
 
 if TYPE_CHECKING:
@@ -50,9 +52,6 @@ LOAD_SHARE = 0.1
 
 LONGEST_WAIT_S = 10.0
 REQUEST_TIMEOUT_S = 15.0
-PIPE_WIDTH = 140
-"""Columns where there is no terminal to ask."""
-
 TokenOption = Annotated[
     str | None,
     typer.Option(
@@ -133,14 +132,10 @@ def top(
 ) -> None:
     """Show tiers, sessions and boundaries of a running server as they change. Ends with Ctrl-C."""
     import httpx
-    from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
-        if not once:
-            typer.echo("Error: this is no terminal. Use --once to print what is so now.", err=True)
-            raise typer.Exit(2)
+    console = results_console()
+    if not console.is_terminal and not once:
+        fail("this is no terminal. Use --once to print what is so now.")
     root = server_root(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with httpx.Client(base_url=root, headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
@@ -149,8 +144,7 @@ def top(
             try:
                 console.print(render(root, [reader.read(10)], None, 20, 10))
             except Unavailable as error:
-                typer.echo(f"Error: {error}", err=True)
-                raise typer.Exit(1) from None
+                fail(str(error), NO_ANSWER)
             return
         try:
             watch(console, reader, root, interval)

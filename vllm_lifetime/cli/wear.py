@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_lifetime.cli.console import results_console
 from vllm_lifetime.cli.failure import NO_ANSWER, fail
 from vllm_lifetime.cli.server_url import server_root
 from vllm_lifetime.cli.top import TokenOption, format_bytes, printable
@@ -45,15 +46,12 @@ def wear(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Show bytes written to flash by segment class, program/erase cycles, and device-years at the present rate."""
-    from rich.console import Console
 
     files, writes = (_read_files(path), None) if path is not None else _ask(url, token)
     if as_json:
         typer.echo(json.dumps({"wear": files, "flash_writes": writes}, indent=2))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = results_console(WIDTH, highlight=True)
     if not files:
         console.print("This server has no flash tier that keeps a wear ledger.")
     for figures in files:

@@ -72,27 +72,25 @@ class MappedWear:
             code = self._codes[segment_class] = len(self._codes) if len(self._codes) < MAX_REASONS else 0
         self._class_of[blocks] = code
 
-    def note(self, tokens: npt.NDArray[np.int64]) -> int:
+    def note(self, tokens: npt.NDArray[np.int64]) -> None:
         """A step has written these tokens' KV, numbered from the first flash block's first; each block's stand together.
 
-        Returns the bytes that are counted. O(tokens), vectorised.
+        O(tokens), vectorised.
         """
         if not len(tokens) or self._page.closed:
-            return 0
+            return
         blocks = tokens // self._block_tokens
         is_last = tokens - blocks * self._block_tokens == self._block_tokens - 1
         is_first = np.empty(len(blocks), np.bool_)
         is_first[0] = True
         np.not_equal(blocks[1:], blocks[:-1], out=is_first[1:])
         by_class = np.bincount(self._class_of[blocks], minlength=MAX_REASONS)
-        length = len(tokens) * self._token_bytes
         with self._lock:
             self._tokens += by_class
             np.add.at(self._writes, blocks[is_first], 1)
             np.add.at(self._programs, blocks[is_last], 1)
-        self._total += length
+        self._total += len(tokens) * self._token_bytes
         self._page[self._total_at : self._total_at + PAYLOAD_TOTAL_BYTES] = pack_payload_total(self._total)
-        return length
 
     def close(self) -> None:
         """Write the ledger's rest, and end its thread. Of a step that follows nothing is counted."""

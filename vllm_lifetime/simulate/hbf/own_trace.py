@@ -18,8 +18,9 @@ import numpy as np
 from vllm_lifetime.agents import subagent_class
 from vllm_lifetime.analysis.clock import Delays, reference_times
 from vllm_lifetime.analysis.report import AnalysisError, analyze
+from vllm_lifetime.analysis.segmentation import dies_with_turn, last_reader_of
 from vllm_lifetime.analysis.structure import AgentRequests, Opens, SessionStructure, read_structure
-from vllm_lifetime.analysis.writes import BlockTable, SessionWrites, Write
+from vllm_lifetime.analysis.writes import BlockTable, SessionWrites
 from vllm_lifetime.boundaries import SegmentClass
 from vllm_lifetime.simulate.hbf.replay_trace import Program, Request, all_programs
 from vllm_lifetime.simulate.hbf.workloads import Session
@@ -169,7 +170,7 @@ def _split(structure: SessionStructure, written: SessionWrites) -> list[_Written
     for write in written.writes:
         agent, place = places[write.writer]
         total[write.writer] += write.tokens
-        if not _dies_with_turn(agent, place, write):
+        if not (agent.is_root and dies_with_turn(agent, place, last_reader_of(agent, place, write))):
             kept[write.writer] += write.tokens
     parts = []
     for index, prefill in enumerate(written.prefill_tokens):
@@ -179,15 +180,6 @@ def _split(structure: SessionStructure, written: SessionWrites) -> list[_Written
         laden_decode = max(0.0, total[index] - prefill - kept_decode)
         parts.append(_Written(round(kept_prefill), round(kept_decode), round(laden_prefill), round(laden_decode)))
     return parts
-
-
-def _dies_with_turn(agent: AgentRequests, place: int, write: Write) -> bool:
-    """The rule of `analysis.segmentation`: nobody reads it after the turn, though the agent goes on; a test holds them equal."""
-    if not agent.is_root:
-        return False
-    reader = max(place, bisect_right(agent.indices, write.last_reader) - 1)
-    goes_on = reader + 1 < len(agent.indices) and agent.epochs[reader + 1] == agent.epochs[reader]
-    return goes_on and agent.turns[reader] == agent.turns[place]
 
 
 # ------------------------------------------------------------------------------------------------ programs
