@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 
 HARNESS_VENVS := .venv-harness .venv-harness-crewai
 
+# The environments are installed without compiled files: what is imported is compiled once, not in each process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv harness-venvs $(HARNESS_VENVS) test lint pytest demo bench figures test-compat seams clean
 .DEFAULT_GOAL := help
 

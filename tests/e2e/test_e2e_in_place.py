@@ -267,7 +267,7 @@ def in_place_refusals(servers: Servers, tmp_path_factory: pytest.TempPathFactory
     base = tmp_path_factory.mktemp("in-place")
 
     def make(options: dict[str, Any]) -> VllmServer:
-        return servers.make(servers.directory(), "float32", options, start_timeout_s=150)
+        return servers.make(servers.directory(), "float32", options)
 
     with ExitStack() as mounts:
         options = {

@@ -51,7 +51,7 @@ def refusals(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Refu
     base = tmp_path_factory.mktemp("refusals")
     with ExitStack() as mounts:
         starts = {
-            case: servers.make(servers.directory(), "float32", options, start_timeout_s=150)
+            case: servers.make(servers.directory(), "float32", options)
             for case, options in _options(base, mounts).items()
         }
         late = {case: starts.pop(case) for case in FOUND_BY_THE_WORKER}
