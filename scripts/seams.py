@@ -46,10 +46,7 @@ _OFFLOAD = "v1/kv_offload/base.py"
 
 def _methods(path: str, owner: str, use: Use, table: dict[str, str], kind: str = "") -> list[Seam]:
     """Return seams for methods of one class, each with its parameters written `a, b, *c`."""
-    return [
-        Seam(path, f"{owner}.{name}", use, tuple(p for p in text.split(", ") if p), kind)
-        for name, text in table.items()
-    ]
+    return [Seam(path, f"{owner}.{name}", use, tuple(p for p in text.split(", ") if p), kind) for name, text in table.items()]
 
 
 def _attributes(path: str, owner: str, *names: str) -> list[Seam]:
@@ -171,8 +168,7 @@ _BLOCK_POOL_GROUP = [
             "touch": "blocks",
             "free_blocks": "ordered_blocks",
             "unpin_blocks": "blocks, on_reuse",
-            "cache_full_blocks": "request, blocks, num_cached_blocks, num_full_blocks, block_size, "
-            "kv_cache_group_id, block_mask",
+            "cache_full_blocks": "request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask",
             "_maybe_evict_cached_block": "block",
             "evict_blocks": "block_ids",
             "reset_prefix_cache": "",
@@ -534,6 +530,31 @@ _HIDDEN_STATE_GROUP = [
     ),
 ]
 
+_WITHOUT_DATASET = "`vllm bench serve` has no `agent_trace`; `vllm-lifetime bench` needs no seam"
+
+_BENCH_GROUP = [
+    Seam("benchmarks/datasets/datasets.py", "add_dataset_parser", Use.REPLACE, ("parser",), without=_WITHOUT_DATASET),
+    Seam(
+        "benchmarks/datasets/datasets.py",
+        "get_samples",
+        Use.REPLACE,
+        ("args", "tokenizer", "multimodal_backends"),
+        without=_WITHOUT_DATASET,
+    ),
+    Seam(
+        "benchmarks/serve.py",
+        "arguments are read after get_samples has seen them",
+        Use.READ,
+        pattern=r"input_requests = get_samples\(args, tokenizer\)[\s\S]*ignore_eos=args\.ignore_eos[\s\S]*"
+        r"self_timed=args\.self_timed",
+        without=_WITHOUT_DATASET,
+    ),
+    *[
+        Seam("benchmarks/datasets/datasets.py", f"SampleRequest.{name}", Use.READ, without=_WITHOUT_DATASET)
+        for name in ("prompt", "prompt_len", "expected_output_len", "request_id", "timestamp", "request_overrides")
+    ],
+]
+
 GROUPS: dict[str, list[Seam]] = {
     "Connector": _KVCONNECTOR_GROUP,
     "Block pool": _BLOCK_POOL_GROUP,
@@ -541,4 +562,5 @@ GROUPS: dict[str, list[Seam]] = {
     "Start and control": _CONTROL_GROUP,
     "Request naming": _NAMING_GROUP,
     "Hidden states": _HIDDEN_STATE_GROUP,
+    "Bench": _BENCH_GROUP,
 }

@@ -11,16 +11,19 @@ for those who choose the connector.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_lifetime.patches import api_routes, engine_core, kv_connector_option, request_naming
+from vllm_lifetime.patches import api_routes, bench_dataset, engine_core, kv_connector_option, request_naming
 from vllm_lifetime.patches.versions import UnsupportedVllmError, require
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from vllm.benchmarks.datasets import SampleRequest
     from vllm.config import KVTransferConfig
 
 __all__ = ["CONNECTOR", "ensure_supported", "register", "show_log"]
@@ -29,6 +32,9 @@ logger = logging.getLogger("vllm.lifetime")
 
 CONNECTOR = "lifetime"
 """Name of the connector in `--kv-connector` and `kv_transfer_config`."""
+
+DATASET = "agent_trace"
+"""Name of our data set in `vllm bench serve --dataset-name`."""
 
 _unsupported: UnsupportedVllmError | None = None
 
@@ -52,6 +58,10 @@ def register() -> None:
             error = UnsupportedVllmError(f"{type(error).__name__}: {error}")
         _unsupported = error
         logger.warning("%s The connector %r cannot be used.", _unsupported, CONNECTOR)
+    try:
+        bench_dataset.install(DATASET, _add_dataset_options, _read_dataset)
+    except Exception as error:  # a benchmark needs no connector
+        logger.warning("%s There is no %s %s.", error, bench_dataset.OPTION, DATASET)
 
 
 def ensure_supported() -> None:
@@ -105,6 +115,18 @@ def _register_connector() -> None:
     assert registry is not None
     if CONNECTOR not in registry:
         KVConnectorFactory.register_connector(CONNECTOR, "vllm_lifetime.connectors.lifetime.connector", "LifetimeConnector")
+
+
+def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
+    from vllm_lifetime.bench.agent_trace import add_options
+
+    add_options(parser)
+
+
+def _read_dataset(args: argparse.Namespace, sample_request: Callable[..., SampleRequest]) -> list[SampleRequest]:
+    from vllm_lifetime.bench.agent_trace import read_samples
+
+    return read_samples(args, sample_request)
 
 
 def _mount_control(app: FastAPI, engines: api_routes.EngineUtilities) -> None:

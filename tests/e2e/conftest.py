@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock vLLM's answers, and servers with the connector.
 
-At most two servers run at a time: the two stock ones, which are started first and ended before any other; later two of
-`servers`, or what `pieces` start, or one server and one that is refused.
+The two stock servers are started first and ended before any other. Then two of `servers` run at a time, and beside them one of
+what is done ahead (`e2e_ahead`); when they are not needed any more, two of those.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import e2e_ahead
+from e2e_ahead import Ahead
 from e2e_client import Answer, Api, make_server
 from e2e_servers import TIERS, Servers, Stock, ask_stock
 from e2e_workload import Prompt
@@ -92,23 +93,30 @@ def wanted(request: pytest.FixtureRequest) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def servers(
-    request: pytest.FixtureRequest, wanted: set[str], model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Servers]:
+def servers(request: pytest.FixtureRequest, wanted: set[str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Servers:
     """See `Servers`. The stock servers are gone."""
     if "stock" in wanted:
         request.getfixturevalue("stock")
     running = Servers(model, tmp_path_factory.mktemp("lifetime"))
-    yield running
-    running.stop()
+    request.addfinalizer(running.stop)
+    return running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ahead(wanted: set[str], servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    """What the tests to come want done ahead (`e2e_ahead`), under way as soon as there is a core to spare."""
+    work = Ahead(wanted, servers, tmp_path_factory)
+    servers.on_started = partial(work.go_on, 1)
+    yield work
+    work.end()
 
 
 @pytest.fixture(scope="session")
-def pieces(wanted: set[str], servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """What the tests to come want done ahead (`e2e_ahead`), under way."""
+def pieces(ahead: Ahead, servers: Servers) -> dict[str, Future[Any]]:
+    """The results; nobody asks for shared servers any more."""
     servers.stop()
-    with ThreadPoolExecutor(2) as threads:
-        yield e2e_ahead.begin(threads, wanted, servers, tmp_path_factory)
+    ahead.go_on(2)
+    return ahead.results
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is done with servers of one's own first and judged later, by the tests of one file.
 
-Most of it is starting servers, each the work of one thread, and nothing of it is timed: two such pieces run at a time.
+Most of it is starting servers, each the work of one thread, and nothing of it is timed: one such piece runs beside the tests of
+shared servers, and two when those are over.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -35,7 +38,37 @@ def ahead(num_starts: int) -> Callable[[Piece], Any]:
     return make_fixture
 
 
-def begin(threads: ThreadPoolExecutor, wanted: Iterable[str], *arguments: Any) -> dict[str, Future[Any]]:
-    """Begin the pieces that are wanted, the longest first."""
-    names = sorted(_pieces.keys() & set(wanted), key=lambda name: -_pieces[name][0])
-    return {name: threads.submit(_pieces[name][1], *arguments) for name in names}
+class Ahead:
+    """The pieces that are wanted, the longest first."""
+
+    def __init__(self, wanted: Iterable[str], *arguments: Any) -> None:
+        """Nothing is under way yet."""
+        names = sorted(_pieces.keys() & set(wanted), key=lambda name: -_pieces[name][0])
+        self.results: dict[str, Future[Any]] = {name: Future() for name in names}
+        self._waiting = deque(names)
+        self._arguments = arguments
+        self._lanes: list[threading.Thread] = []
+
+    def go_on(self, lanes: int) -> None:
+        """Work on so many pieces at a time, at least."""
+        while len(self._lanes) < lanes:
+            lane = threading.Thread(target=self._work)
+            self._lanes.append(lane)
+            lane.start()
+
+    def end(self) -> None:
+        """Begin no other piece, and wait for those under way."""
+        self._waiting.clear()
+        for lane in self._lanes:
+            lane.join()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                name = self._waiting.popleft()
+            except IndexError:
+                return
+            try:
+                self.results[name].set_result(_pieces[name][1](*self._arguments))
+            except BaseException as error:  # also what pytest raises to skip: it is for the tests that ask
+                self.results[name].set_exception(error)

@@ -2,6 +2,7 @@
 """The servers of a whole test session: what stock vLLM answered, and those with the connector that test files share."""
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,8 @@ class Servers:
         self._directory = directory
         self._running: dict[Setup, Api] = {}
         self._numbers = itertools.count(1)
+        self.on_started: Callable[[], None] = lambda: None
+        """Called when shared servers run, and the machine has a core to spare."""
 
     def directory(self) -> Path:
         """A new directory. From any thread."""
@@ -108,6 +111,7 @@ class Servers:
             with ThreadPoolExecutor(len(setups)) as threads:
                 starting = {each: threads.submit(self._start_shared, each) for each in setups}
             self._running = {each: start.result() for each, start in starting.items() if start.exception() is None}
+            self.on_started()
             return starting[setup].result()
         return self._running[setup]
 

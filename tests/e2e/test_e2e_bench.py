@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-lifetime bench` on a real server: what the client measures is what the engine counted."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from e2e_client import Api
 from e2e_workload import BLOCK_TOKENS, MAX_MODEL_LEN
 
+from benchmarks.server import metric_sum
 from vllm_lifetime.bench.driver import Pace
 from vllm_lifetime.bench.plan import PlanError, make_plan
 from vllm_lifetime.bench.report import find_problems, summarize
 from vllm_lifetime.bench.run import Outcome, run_bench
+from vllm_lifetime.traces.jsonl import write_jsonl
 from vllm_lifetime.traces.schema import Trace, TraceRequest, TraceSession
 
 SHARED_BLOCKS = 3
@@ -103,3 +110,36 @@ def test_a_prompt_that_the_server_would_refuse_is_sent(tiers_server: Api) -> Non
             boundaries="off",
             request_timeout_s=60.0,
         )
+
+
+def test_vllm_bench_serve_does_not_know_agent_traces(tiers_server: Api, tmp_path: Path) -> None:
+    """`--dataset-name agent_trace`: all is served at the trace's lengths, hit as by hand, and the engine knows whose it was."""
+    write_jsonl(TRACE, tmp_path / "trace.jsonl")
+    server = tiers_server.server
+    before = server.metrics()
+    finished = subprocess.run(
+        [
+            *(Path(sys.executable).parent / "vllm", "bench", "serve", "--base-url", server.base_url, "--model", server.model),
+            *("--served-model-name", server.served_name, "--temperature", "0", "--disable-tqdm", "--max-concurrency", "1"),
+            *("--dataset-name", "agent_trace", "--dataset-path", tmp_path / "trace.jsonl"),
+            *("--agent-trace-tokens-per-block", str(BLOCK_TOKENS), "--agent-trace-time-scale", "0", "--seed", "7"),
+            *("--save-result", "--result-dir", tmp_path, "--result-filename", "result.json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    num_requests = SESSIONS * (TURNS + 1)
+    assert (result["completed"], result["failed"]) == (num_requests, 0), result
+    plan = make_plan(TRACE, tokens_per_block=BLOCK_TOKENS, seed=7)
+    planned = [request for session in plan.sessions for request in session.requests]
+    assert result["total_input_tokens"] == sum(request.prompt_tokens for request in planned)
+    assert result["total_output_tokens"] == sum(request.output_tokens for request in planned)
+    after = server.metrics()
+    hits = metric_sum(after, "vllm:prefix_cache_hits_total") - metric_sum(before, "vllm:prefix_cache_hits_total")
+    found = BLOCK_TOKENS * (sum(SHARED_BLOCKS + turn for turn in range(1, TURNS)) * SESSIONS + SHARED_BLOCKS * (SESSIONS - 1))
+    assert hits == found
+    sessions = {each["session_id"] for each in tiers_server.http.get("/lifetime/v1/sessions").json()["sessions"]}
+    assert {session.session_id for session in TRACE.sessions} <= sessions
