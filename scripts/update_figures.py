@@ -3,8 +3,8 @@
 
     make figures        # measures everything (about 50 minutes on 2 quiet cores), then runs this
 
-A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table of `build/NAME.json`;
-sections whose file is not there stay as they are.
+A section `<!-- figures: NAME -->` ... `<!-- end -->` of README.md or docs/*.md is replaced by the table of `build/NAME.json`, one
+called `comparison/REGIME` by that of the newest results of `make bench`; sections whose file is not there stay as they are.
 """
 
 import json
@@ -15,6 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparison.overhead import overhead_table
+from benchmarks.comparison.regimes import REGIMES
+from benchmarks.comparison.tables import markdown as comparison_table
+from benchmarks.comparison.tables import summary as comparison_summary
 from benchmarks.decision_costs import PAPER
 from scripts.markdown import markdown_table
 from scripts.placement_figures import placement_section
@@ -37,13 +41,24 @@ def main() -> None:
         plot = ROOT / "build" / name
         if plot.exists():
             shutil.copy(plot, ROOT / "docs" / name)
+    plot = _source("comparison/dynamic").with_suffix(".png")
+    if plot.exists():
+        shutil.copy(plot, ROOT / "docs" / "comparison.png")
 
 
 def _render(match: re.Match[str]) -> str:
-    source = ROOT / "build" / f"{match[2]}.json"
+    source = _source(match[2])
     if not source.exists():
         return match[0]
-    return match[1] + "\n" + TABLES[match[2]](json.loads(source.read_text())) + "\n\n" + match[3]
+    return match[1] + "\n" + TABLES[match[2]](json.loads(source.read_text())).rstrip() + "\n\n" + match[3]
+
+
+def _source(name: str) -> Path:
+    """Where the figures called `name` are, if they have been measured."""
+    regime = "dynamic" if name == "comparison-summary" else name.removeprefix("comparison/")
+    if regime == name:
+        return ROOT / "build" / f"{name}.json"
+    return max(ROOT.glob(f"benchmarks/results/*/{regime}.json"), default=ROOT / "none")
 
 
 def _demo(report: dict[str, Any]) -> str:
@@ -400,6 +415,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "decision_costs": _decision_costs,
     "sweeps": _sweeps,
     "placement": placement_section,
+    "overhead": overhead_table,
+    "comparison-summary": comparison_summary,
+    **{f"comparison/{regime}": comparison_table for regime in REGIMES},
     "hbf/results": _hbf_results,
     "hbf/checks": _hbf_checks,
     **{f"hbf/sweep-{name}": _hbf_sweep for name in HBF_SWEEPS},

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.comparison.figures import FIGURES, Figure
 
-__all__ = ["markdown"]
+__all__ = ["markdown", "summary"]
 
 _MIB = 1 << 20
 
@@ -51,6 +51,20 @@ def markdown(report: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     machine = report["machine"]
     lines += ["", f"{machine['cpus']} CPUs, {machine['processor']}, {machine['system']}; {versions}; seed {report['seed']}."]
+    return "\n".join(lines) + "\n"
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """One line per system that ran here, over stock vLLM. Ends with a newline."""
+    lines = ["| | token hit rate | mean workflow latency | hit rate | latency |", "|---|---:|---:|---:|---:|"]
+    shown = [figure for figure in FIGURES if figure.key in ("hit_rate", "workflow_latency_mean_s")]
+    for system, title in report["systems"].items():
+        figures = report["figures"].get(system, {})
+        if any(figures.values()):
+            ratios = report["ratios"].get(system, {})
+            cells = [_cell(figure, figures.get(figure.key)) for figure in shown]
+            cells += [_ratio(ratios[figure.key]) if figure.key in ratios else "" for figure in shown]
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -19,7 +19,7 @@ from benchmarks.comparison.overhead import overhead_table, read_steps, summarize
 from benchmarks.comparison.regimes import REGIMES, Work, hostile, uniform_reuse, work_of
 from benchmarks.comparison.settings import Budget, ServerSettings
 from benchmarks.comparison.systems import STAGING_BLOCKS, SYSTEMS, Site, System
-from benchmarks.comparison.tables import markdown
+from benchmarks.comparison.tables import markdown, summary
 from benchmarks.server import VllmServer, kv_block_bytes
 
 BLOCK_BYTES = 1024
@@ -242,6 +242,14 @@ def test_the_table_has_a_line_for_each_system() -> None:
         line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith(("| vLLM", "| system | token"))
     }
     assert len(columns) == 1
+
+
+def test_the_summary_has_a_line_for_what_ran() -> None:
+    runs = [result(name, 0, rate) for name, rate in (("vllm", 0.3), ("lifetime", 0.6))]
+    lines = summary(json.loads(json.dumps(report(runs, {"offloading": "ValueError"})))).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| vLLM", "| ours, `lifetime`"]
+    assert len({line.count("|") for line in lines}) == 1
+    assert "60.0 %" in lines[3] and "2.00 x" in lines[3]
 
 
 # -- overhead ---------------------------------------------------------------------------------------

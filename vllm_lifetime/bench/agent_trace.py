@@ -10,16 +10,21 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 
 from vllm_lifetime.bench.boundaries import name_request
 from vllm_lifetime.bench.driver import Pace
 from vllm_lifetime.bench.open_loop import arrivals
 from vllm_lifetime.bench.plan import make_plan
+from vllm_lifetime.bench.tokens import VOCABULARY_SIZE
 from vllm_lifetime.traces.read import TRACE_FORMATS, read_trace
 
 __all__ = ["add_options", "read_samples"]
 
 Sample = TypeVar("Sample")
+
+_TOKENS = np.array(range(VOCABULARY_SIZE), dtype=object)
+"""One object for each token id: all prompts are held at the same time."""
 
 BACKENDS = ("vllm", "openai")
 """Those that send token ids to `/v1/completions`."""
@@ -108,7 +113,7 @@ def read_samples(args: argparse.Namespace, sample_request: Callable[..., Sample]
             name = {"session_id": each.session.trace.session_id} | name_request(each.session, each.request)[1]
         samples.append(
             sample_request(
-                prompt=plan.prompt(each.session, each.request).tolist(),
+                prompt=_TOKENS[plan.prompt(each.session, each.request)].tolist(),
                 prompt_len=each.request.prompt_tokens,
                 expected_output_len=each.request.output_tokens,
                 request_id=f"{args.request_id_prefix}{number}",
