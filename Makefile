@@ -51,7 +51,7 @@ lint: venv harness-venvs ## ruff and mypy
 demo: venv ## the demonstration, with its figures
 	$(BIN)/python -m benchmarks.demo
 
-bench: venv ## compare with stock vLLM, LMCache and plain LRU (40 minutes; the machine should be quiet); BENCH=--quick: 6 minutes
+bench: venv ## compare with stock vLLM, LMCache and plain LRU (50 minutes; the machine should be quiet); BENCH=--quick: 6 minutes
 	@$(PYTHON) scripts/setup_venv.py .venv-lmcache requirements/cpu-0.32.txt requirements/lmcache.txt
 	$(BIN)/python -m benchmarks.comparison run $(BENCH)
 

@@ -212,15 +212,16 @@ def install_all(environment: Environment, requirements: list[Path]) -> None:
 
 
 def try_imports(environment: Environment) -> None:
-    """Import what a server does, and leave it compiled.
+    """Import what a server does, and leave it compiled; ask for vLLM's version, as its command does.
 
     Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each of a server's three processes would otherwise
     compile all it imports at every start, which doubles the time of a start.
     """
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # -P: a folder called vllm beside us must not stand in for the installed package.
+    code = f"import importlib.metadata, {', '.join(SERVER_MODULES)}; importlib.metadata.version('vllm')"
     tried = subprocess.run(
-        [environment.python, "-P", "-c", f"import {', '.join(SERVER_MODULES)}"],
+        [environment.python, "-P", "-c", code],
         capture_output=True,
         text=True,
         env={**variables, "VLLM_LOGGING_LEVEL": "ERROR"},

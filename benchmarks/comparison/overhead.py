@@ -50,7 +50,7 @@ def overhead(
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
     json_path: Annotated[Path, typer.Option("--json", help="Write the figures to this file.")] = Path("build/overhead.json"),
 ) -> None:
-    """Measure the scheduler's CPU time per step, stock and with the connector. Ten minutes. Exit code 1: a server failed."""
+    """Measure the scheduler's CPU time per step, stock and with the connector. Five minutes. Exit code 1: a server failed."""
     from scripts.make_test_model import make_test_model
 
     settings = ServerSettings(

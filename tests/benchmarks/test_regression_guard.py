@@ -11,7 +11,6 @@ import heapq
 import json
 import statistics
 import time
-from pathlib import Path
 
 import pytest
 
@@ -77,6 +76,29 @@ def decisions() -> dict[str, float]:
     return {name: us / each_us for name, us in costs_us.items()}
 
 
+@pytest.fixture(scope="module")
+def copies() -> dict[str, float]:
+    """Bandwidth by operation, in that of `memcpy`.
+
+    The best of some tries: the engine copies on a thread of its own, which a busy machine may keep waiting.
+    """
+    best: dict[str, float] = {}
+    for _ in range(8):
+        for row in host_copies.measure(64 * KIB, layers=4, working_set=64 * MIB, copy_bytes=8 * MIB, repeats=5):
+            best[row["operation"]] = max(row["ratio"], best.get(row["operation"], 0.0))
+        if min(best.values()) > COPY_LIMIT:
+            break
+    return best
+
+
+@pytest.fixture(scope="module")
+def flash_file(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """CPU time of plain file IO by operation, in that of the flash file."""
+    folder = tmp_path_factory.mktemp("flash")
+    rows = flash_device.measure(folder, 2 * MIB, 4, 1, working_set=32 * MIB, repeats=5, is_cold=False)
+    return {row["operation"]: row["device_cpu_ratio"] for row in rows}
+
+
 @pytest.mark.parametrize("num_runs", POOL_LIMITS)
 def test_the_pool_costs_much_more_than_stock(num_runs: int) -> None:
     """A block handed out, hit once and given back."""
@@ -108,19 +130,12 @@ def test_an_event_has_become_much_dearer() -> None:
 
 
 @pytest.mark.parametrize("operation", ["store", "load"])
-def test_copies_have_become_much_slower(operation: str) -> None:
-    """The best of some tries: the engine copies on a thread of its own, which a busy machine may keep waiting."""
-    ratios: list[float] = []
-    while len(ratios) < 8 and max(ratios, default=0.0) <= COPY_LIMIT:
-        rows = host_copies.measure(64 * KIB, layers=4, working_set=64 * MIB, copy_bytes=8 * MIB, repeats=5)
-        ratios += [row["ratio"] for row in rows if row["operation"] == operation]
-    print(f"{operation}: {ratios} of memcpy")
-    assert max(ratios) > COPY_LIMIT
+def test_copies_have_become_much_slower(copies: dict[str, float], operation: str) -> None:
+    print(f"{operation}: {copies[operation]:.2f} of memcpy")
+    assert copies[operation] > COPY_LIMIT
 
 
 @pytest.mark.parametrize("operation", ["write", "read"])
-def test_the_flash_file_has_become_much_slower(tmp_path: Path, operation: str) -> None:
-    rows = flash_device.measure(tmp_path, 2 * MIB, 4, 1, working_set=32 * MIB, repeats=5, is_cold=False)
-    [ratio] = [row["device_cpu_ratio"] for row in rows if row["operation"] == operation]
-    print(f"{operation}: plain file IO takes {ratio:.2f} of its CPU time")
-    assert ratio > FLASH_LIMIT
+def test_the_flash_file_has_become_much_slower(flash_file: dict[str, float], operation: str) -> None:
+    print(f"{operation}: plain file IO takes {flash_file[operation]:.2f} of its CPU time")
+    assert flash_file[operation] > FLASH_LIMIT

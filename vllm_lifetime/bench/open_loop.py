@@ -23,7 +23,7 @@ def arrivals(plan: Plan, pace: Pace, sessions_per_s: float) -> list[TimedRequest
 
     A session begins at its arrival in the trace, those without one `1 / sessions_per_s` after one another. Each request is sent
     as if the one that it waits for had run as long as in the trace: `service_s`, then the pause `gap_s`, which is cut to
-    `pace.idle_cap_s`; all multiplied by `pace.time_scale`.
+    `pace.idle_cap_s`. Times of the trace are multiplied by `pace.time_scale`.
     """
     timed: list[TimedRequest] = []
     num_closed = 0
