@@ -2,6 +2,11 @@
 """What holds for all tests."""
 
 import contextlib
+import signal
+
+# A shell without job control starts what is in its background with SIGINT ignored; what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The environments of the agent frameworks have no hypothesis.
 with contextlib.suppress(ImportError):
