@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands; see the package."""
 
+import contextlib
 import json
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from types import FrameType
@@ -16,12 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.comparison.figures import FIGURES, check, figures_of, ratio_to, targets
-from benchmarks.comparison.measure import Result, measure
+from benchmarks.comparison.measure import FAILURES, Result, measure, measure_running, short_error, started
 from benchmarks.comparison.overhead import overhead
 from benchmarks.comparison.plots import plot
 from benchmarks.comparison.regimes import REGIMES, Regime, Work, work_of
 from benchmarks.comparison.settings import Budget, ServerSettings
-from benchmarks.comparison.systems import SYSTEMS, Site, lmcache_version, why_not_here
+from benchmarks.comparison.systems import SYSTEMS, Running, Site, lmcache_version, why_not_here
 from benchmarks.comparison.tables import markdown
 from benchmarks.demo import machine, versions
 from benchmarks.server import kv_block_bytes
@@ -59,6 +60,9 @@ def run(
     repeats: Annotated[int | None, typer.Option(min=1, help="Runs of each system; default 3, with --quick 1.")] = None,
     workflows: Annotated[int | None, typer.Option(min=1, help="Workflows of a run; default 24, with --quick 10.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One small run of four systems, in six minutes.")] = False,
+    in_turns: Annotated[
+        bool, typer.Option("--in-turns", help="Start all systems once, and let them take turns: more repeats in less time.")
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Recorded sessions for --regime real.")] = None,
     format: Annotated[str, typer.Option(help="Their format; see docs/traces.md.")] = "kv-cache-tester",
     capacity: Annotated[float | None, typer.Option(min=0.1, help="HBM, in final contexts of all running workflows.")] = None,
@@ -93,12 +97,13 @@ def run(
     model = make_test_model(Path("build/comparison-model"), layers=settings.model_layers, hidden=settings.model_hidden)
     is_doubtful = False
     for one, work in zip(regimes, works, strict=True):
+        one_settings = replace(settings, max_model_len=min(settings.max_model_len, _longest(work, settings.block_size_tokens)))
         tokens = work.working_set_tokens * (capacity or one.capacity * (QUICK_CAPACITY if quick else 1.0))
         blocks = max(round(tokens / settings.block_size_tokens), _fewest_blocks(work, settings))
         shares = (host_share or one.host_share, disk_share or one.disk_share)
         budget = Budget(blocks, kv_block_bytes(model, settings.block_size_tokens, settings.dtype), *shares)
         names = chosen or [name for name in one.systems if not quick or name in QUICK_SYSTEMS]
-        comparison = Comparison(one, work, settings, budget, names, seed, folder, model)
+        comparison = Comparison(one, work, one_settings, budget, names, seed, folder, model, in_turns=in_turns)
         try:
             comparison.run(repeats or (1 if quick else 3))
         finally:  # also of what was measured before an interrupt
@@ -120,45 +125,71 @@ class Comparison:
         seed: int,
         folder: Path,
         model: Path,
+        *,
+        in_turns: bool = False,
     ) -> None:
         """Compare `systems` in `regime`."""
         self._regime, self._work, self._settings, self._budget = regime, work, settings, budget
         self._systems, self._seed, self._folder, self._model = systems, seed, folder, model
+        self._in_turns = in_turns
         self._missing: dict[str, str] = {}
         self._results: list[Result] = []
 
     def run(self, repeats: int) -> None:
-        """All runs: each system once in a repeat, each repeat beginning with another. One that never did any work is left out."""
-        for repeat in range(repeats):
-            start = repeat % len(self._systems)
-            for name in self._systems[start:] + self._systems[:start]:
-                if name in self._missing:
-                    continue
-                why = why_not_here(name)
-                result = Result(name, repeat, error=why) if why else self._measure(name, repeat)
-                if result.error is not None and not result.summary:
-                    self._missing[name] = result.error
-                    console.print(f"  {name} does not run here: {escape(result.error)}", soft_wrap=True)
-                    continue
-                self._results.append(result)
-                (self._folder / f"{self._regime.name}-runs.json").write_text(
-                    json.dumps([run.as_json() for run in self._results], separators=(",", ":")) + "\n"
-                )
+        """All runs: each system once in a repeat, each repeat beginning with another. One that never did any work is left out.
 
-    def _measure(self, name: str, repeat: int) -> Result:
+        In turns, all systems are up from the first run to the last, and those whose turn it is not wait for requests.
+        """
+        running: dict[str, Running] = {}
+        with contextlib.ExitStack() as stack:
+            if self._in_turns:
+                for name in self._systems:
+                    self._start(name, running, stack)
+            for repeat in range(repeats):
+                start = repeat % len(self._systems)
+                for name in self._systems[start:] + self._systems[:start]:
+                    if name not in self._missing:
+                        self._run_once(name, repeat, running.get(name))
+
+    def _start(self, name: str, running: dict[str, Running], stack: contextlib.ExitStack) -> None:
+        if why := why_not_here(name):
+            self._leave_out(name, why)
+            return
+        try:
+            running[name] = stack.enter_context(started(SYSTEMS[name], self._site(name, f"{name}-turns"), self._work))
+        except FAILURES as error:
+            self._leave_out(name, short_error(str(error)))
+
+    def _run_once(self, name: str, repeat: int, running: Running | None) -> None:
         began_s = time.monotonic()
-        label = f"{self._regime.name}-{name}-{repeat + 1}"
-        site = Site(self._model, Path("build/comparison"), self._settings, self._budget, label)
-        result = measure(SYSTEMS[name], site, self._work, repeat)
-        if result.summary:
-            figures = result.summary
-            console.print(
-                f"{self._regime.name}, repeat {repeat + 1}, {name}: hit rate {figures['hit_rate'] or 0:.1%}, workflow "
-                f"{figures['workflow_latency_mean_s'] or 0:.2f} s, TTFT {figures['ttft_mean_s'] or 0:.3f} s "
-                f"({time.monotonic() - began_s:.0f} s)" + (f"; {escape(result.error)}" if result.error else ""),
-                soft_wrap=True,
-            )
-        return result
+        if running is not None:
+            result = measure_running(name, running, self._work.again(repeat), repeat)
+        elif why := why_not_here(name):
+            result = Result(name, repeat, error=why)
+        else:
+            result = measure(SYSTEMS[name], self._site(name, f"{name}-{repeat + 1}"), self._work, repeat)
+        if result.error is not None and not result.summary:
+            self._leave_out(name, result.error)
+            return
+        figures = result.summary
+        console.print(
+            f"{self._regime.name}, repeat {repeat + 1}, {name}: hit rate {figures['hit_rate'] or 0:.1%}, workflow "
+            f"{figures['workflow_latency_mean_s'] or 0:.2f} s, TTFT {figures['ttft_mean_s'] or 0:.3f} s "
+            f"({time.monotonic() - began_s:.0f} s)" + (f"; {escape(result.error)}" if result.error else ""),
+            soft_wrap=True,
+        )
+        self._results.append(result)
+        (self._folder / f"{self._regime.name}-runs.json").write_text(
+            json.dumps([run.as_json() for run in self._results], separators=(",", ":")) + "\n"
+        )
+
+    def _leave_out(self, name: str, why: str) -> None:
+        self._missing[name] = why
+        console.print(f"  {name} does not run here: {escape(why)}", soft_wrap=True)
+
+    def _site(self, name: str, label: str) -> Site:
+        folder = Path("build/comparison") / name  # those that are up at a time must not share one
+        return Site(self._model, folder, self._settings, self._budget, f"{self._regime.name}-{label}")
 
     def write(self) -> bool:
         """Write report, table and plot; returns whether something is doubtful."""
@@ -180,6 +211,7 @@ class Comparison:
             "title": self._regime.title[0].upper() + self._regime.title[1:],
             "base_title": SYSTEMS[BASE].title,
             "seed": self._seed,
+            "in_turns": self._in_turns,
             "repeats": max((run.repeat for run in self._results), default=-1) + 1,
             "systems": {name: SYSTEMS[name].title for name in self._systems},
             "missing": self._missing,
@@ -220,10 +252,15 @@ class Comparison:
         }
 
 
+def _longest(work: Work, block_size_tokens: int) -> int:
+    """Tokens of the longest request with its output, in whole blocks."""
+    longest = max(r.prompt_tokens + r.output_tokens for session in work.plan.sessions for r in session.requests)
+    return -(-longest // block_size_tokens) * block_size_tokens
+
+
 def _fewest_blocks(work: Work, settings: ServerSettings) -> int:
     """Two of the longest requests fit: else the engine, not the cache, is what is measured."""
-    longest = max(r.prompt_tokens + r.output_tokens for session in work.plan.sessions for r in session.requests)
-    return 2 * -(-longest // settings.block_size_tokens) + 1
+    return 2 * (_longest(work, settings.block_size_tokens) // settings.block_size_tokens) + 1
 
 
 def _named(name: str, known: dict[str, T], kind: str) -> T:

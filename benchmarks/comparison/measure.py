@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of one system: start it, warm it up, replay the work, and keep what was measured."""
+"""One run of one system: start it, warm it up, replay the work, once or in turns, and keep what was measured."""
 
 import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from vllm_lifetime.bench.run import run_bench
 from vllm_lifetime.bench.server import ServerError as BenchError
 from vllm_lifetime.traces.generate import generate_workload
 
-__all__ = ["Result", "bytes_written", "measure", "short_error"]
+__all__ = ["FAILURES", "Result", "bytes_written", "measure", "measure_running", "short_error", "started"]
 
 REQUEST_TIMEOUT_S = 300.0
 TIME_LIMIT_S = 900.0
 WARM_UP_REQUESTS = 4
+FAILURES = (ServerError, BenchError, OSError, ValueError)
+"""What a system that does not start or does not serve raises here."""
 SHOWN_CHARACTERS = 200
 _EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)", re.MULTILINE)
 
@@ -52,21 +54,40 @@ class Result:
 
 
 def measure(system: System, site: Site, work: Work, repeat: int) -> Result:
-    """Run `work` once. Whatever fails is in the result. Blocks for minutes. Raises KeyboardInterrupt."""
-    result = Result(system.name, repeat)
+    """Start `system`, run `work` once and end it. What fails is in the result. Takes minutes. Raises KeyboardInterrupt."""
+    try:
+        with started(system, site, work) as running:
+            return measure_running(system.name, running, work, repeat)
+    except FAILURES as error:
+        return Result(system.name, repeat, error=short_error(str(error)))
+
+
+@contextlib.contextmanager
+def started(system: System, site: Site, work: Work) -> Iterator[Running]:
+    """`system`, warmed up for `work`. Raises one of `FAILURES`: for one that did not start, `ServerError` with its log."""
     log = site.log("vllm")
     log.unlink(missing_ok=True)
+    is_up = False
     try:
         with system.start(site) as running:
-            result.startup_s = round(running.server.startup_s, 3)
             _warm_up(running, work)
-            _run(running, work, result)
-    except (ServerError, BenchError, OSError, ValueError) as error:
-        text = str(error)
-        if not result.summary:  # it did not start: its log begins with the cause, and the error has only the log's end
-            with contextlib.suppress(OSError):
-                text = log.read_text(errors="replace") + text
-        result.error = short_error(text)
+            is_up = True
+            yield running
+    except FAILURES as error:
+        if is_up:
+            raise
+        with contextlib.suppress(OSError):  # the log begins with the cause, and the error has only the log's end
+            raise ServerError(log.read_text(errors="replace") + str(error)) from error
+        raise
+
+
+def measure_running(name: str, running: Running, work: Work, repeat: int) -> Result:
+    """Run `work` once on a system that has been started. Whatever fails is in the result. Raises KeyboardInterrupt."""
+    result = Result(name, repeat, startup_s=round(running.server.startup_s, 3))
+    try:
+        _run(running, work, result)
+    except FAILURES as error:
+        result.error = short_error(str(error))
     return result
 
 

@@ -77,6 +77,15 @@ class Work:
     working_set_tokens: float
     """What `concurrency` sessions' final contexts take together."""
 
+    def again(self, turn: int) -> "Work":
+        """The same sessions under other names and with other tokens, for a server that has seen those of other turns."""
+        named = [
+            replace(session, trace=replace(session.trace, session_id=f"{session.trace.session_id}-{turn}"))
+            for session in self.plan.sessions
+        ]
+        tokens = replace(self.plan.tokens, seed=self.plan.tokens.seed + turn)
+        return replace(self, plan=replace(self.plan, sessions=tuple(named), tokens=tokens))
+
 
 def work_of(regime: Regime, *, workflows: int, seed: int, path: Path | None, format: str) -> Work:
     """The sessions of `regime`. `path`: of the recorded sessions, for `real`. Raises `TraceError`, `ValueError`, `OSError`."""

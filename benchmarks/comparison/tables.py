@@ -14,13 +14,14 @@ _MIB = 1 << 20
 def markdown(report: Mapping[str, Any]) -> str:
     """Everything that a reader needs: what was run on what, the figures, the checks and the targets. Ends with a newline."""
     work, budget = report["workload"], report["budget"]
+    how = "taking turns" if report.get("in_turns") else "interleaved"
     lines = [
         f"### {report['title']}",
         "",
         f"{work['sessions']} workflows, {work['concurrency']} at a time, {work['requests']:,} requests with "
         f"{work['prompt_tokens']:,} prompt and {work['output_tokens']:,} generated tokens; HBM {_mib(budget['hbm_bytes'])} "
         f"({budget['hbm_blocks']:,} blocks), host {_mib(budget['host_bytes'])}, disk {_mib(budget['disk_bytes'])}. Runs of each "
-        f"system: {report['repeats']}, interleaved; mean ± half of the 95 % confidence interval.",
+        f"system: {report['repeats']}, {how}; mean ± half of the 95 % confidence interval.",
         "",
         "| system | " + " | ".join(figure.title for figure in FIGURES) + " |",
         "|---|" + "---:|" * len(FIGURES),

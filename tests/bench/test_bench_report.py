@@ -79,6 +79,16 @@ def test_a_client_that_is_late_says_so() -> None:
     assert [problem for problem in find_problems(record, None) if "The client was late" in problem]
 
 
+def test_a_moment_s_lateness_in_a_long_run_made_it_doubtful() -> None:
+    """One request of fifty by 0.2 s, of the 50 s that all of them took together."""
+    record = recorded(*(answered(n, 10, 0, 1.0 + n, [2.0 + n]) for n in range(50)))
+    record.requests[7].due_s -= 2 * LATE_S
+    assert not [problem for problem in find_problems(record, None) if "late" in problem]
+    for request in record.requests:
+        request.due_s -= LATE_S
+    assert [problem for problem in find_problems(record, None) if "10.4% of the time" in problem]
+
+
 def test_the_hit_rate_over_time_is_of_the_last_requests_that_ended() -> None:
     requests = [answered(n, 10, 10 if n >= 3 else 0, n, [n + 0.5]) for n in range(6)]
     at_s, rates = rolling_hit_rate(recorded(*reversed(requests)), window=2)

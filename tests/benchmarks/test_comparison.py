@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison without its servers: equal bytes, equal work, honest figures, and a table for whatever has become of a run."""
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from benchmarks.comparison.regimes import REGIMES, Work, hostile, uniform_reuse,
 from benchmarks.comparison.settings import Budget, ServerSettings
 from benchmarks.comparison.systems import STAGING_BLOCKS, SYSTEMS, Site, System
 from benchmarks.comparison.tables import markdown, summary
-from benchmarks.server import VllmServer, kv_block_bytes
+from benchmarks.server import ServerError, VllmServer, kv_block_bytes
 
 BLOCK_BYTES = 1024
 
@@ -299,6 +301,48 @@ def test_each_repeat_begins_with_another_system(tmp_path: Path, monkeypatch: pyt
     assert "does not run here: `ValueError: only on CUDA`" in (tmp_path / "dynamic.md").read_text()
     told = CliRunner().invoke(main.app, ["table", str(tmp_path)])
     assert told.exit_code == 0 and told.output.strip() == (tmp_path / "dynamic.md").read_text().strip()
+
+
+def test_systems_take_turns_without_being_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is started once, in a folder of its own, and ended; one that does not start is left out. No turn repeats a prompt."""
+    up: list[str] = []
+    folders: set[Path] = set()
+    turns: list[tuple[str, int, str]] = []
+    prompts: set[bytes] = set()
+
+    @contextlib.contextmanager
+    def start(system: System, site: Site, work: Work) -> Iterator[Any]:
+        if system.name == "offloading":
+            raise ServerError("ValueError: only on CUDA")
+        up.append(system.name)
+        folders.add(site.disk)
+        yield system.name
+        up.remove(system.name)
+
+    def turn(name: str, running: Any, work: Work, repeat: int) -> Result:
+        assert running == name and up == ["vllm", "lifetime"]
+        first = work.plan.sessions[0]
+        turns.append((name, repeat, first.trace.session_id))
+        prompts.add(work.plan.prompt(first, first.requests[0]).tobytes())
+        return result(name, repeat, 0.3 if name == "vllm" else 0.6)
+
+    monkeypatch.setattr(main, "started", start)
+    monkeypatch.setattr(main, "measure_running", turn)
+    work = work_of(REGIMES["uniform"], workflows=2, seed=0, path=None, format="jsonl")
+    budget = Budget(100, BLOCK_BYTES, 0.125, 0.25)
+    names = ["vllm", "offloading", "lifetime"]
+    comparison = main.Comparison(REGIMES["fits"], work, ServerSettings(), budget, names, 0, tmp_path, tmp_path, in_turns=True)
+    comparison.run(3)
+    assert not up and len(folders) == 2 and len(prompts) == 3
+    assert [(name, repeat) for name, repeat, _ in turns] == [
+        *(("vllm", 0), ("lifetime", 0)),
+        *(("lifetime", 1), ("vllm", 1)),
+        *(("lifetime", 2), ("vllm", 2)),
+    ]
+    assert {session_id for _, _, session_id in turns} == {f"uniform-0-{turn}" for turn in range(3)}
+    assert comparison.write() is False
+    text = (tmp_path / "fits.md").read_text()
+    assert "3, taking turns" in text and "does not run here: `ValueError: only on CUDA`" in text
 
 
 def test_what_cannot_be_is_refused_before_a_server_starts(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ HIT_RATE_TOLERANCE = 0.01
 """By how much the client's hit rate and the server's may differ."""
 
 LATE_S = 0.1
-"""A request that is sent so long after it was due says that the client, not the server, is the bottleneck."""
+LATE_SHARE = 0.01
+"""A request in a hundred sent so long after it was due, and all of them late by such a share of the time that requests take, say
+that the client, not the server, is the bottleneck."""
 
 _DECIMALS = 6
 _TIERS = ("hbm", "host", "flash")
@@ -99,11 +101,13 @@ def find_problems(record: RunRecord, counts: ServerCounts | None) -> list[str]:
         problems += _disagreements(record, counts)
     if record.requests and not says_cached(record):
         problems.append("The server does not say how much of a prompt was cached: start it with --enable-prompt-tokens-details.")
-    late_s = _percentile([request.sent_s - request.due_s for request in record.requests], 99)
-    if late_s is not None and late_s > LATE_S:
+    waits_s = [request.sent_s - request.due_s for request in record.requests]
+    served_s = sum(request.ended_s - request.sent_s for request in record.requests if request.ended_s is not None)
+    late_s = _percentile(waits_s, 99)
+    if late_s is not None and late_s > LATE_S and sum(waits_s) > LATE_SHARE * served_s:
         problems.append(
-            f"The client was late: a request in a hundred was sent {late_s:.2f} s or more after it was due. "
-            "It needs a core of its own; times are too long by as much."
+            f"The client was late: a request in a hundred was sent {late_s:.2f} s or more after it was due, and all lost "
+            f"{sum(waits_s) / max(served_s, LATE_S):.1%} of the time that they took together. It needs a core of its own."
         )
     return problems
 
