@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.comparison.figures import FIGURES, check, figures_of, ratio_to, targets
-from benchmarks.comparison.measure import FAILURES, Result, measure, measure_running, short_error, started
+from benchmarks.comparison.measure import FAILURES, Result, measure, measure_running, short_error, started, warm_up_plan
 from benchmarks.comparison.overhead import overhead
 from benchmarks.comparison.plots import plot
 from benchmarks.comparison.regimes import REGIMES, Regime, Work, work_of
@@ -26,6 +26,7 @@ from benchmarks.comparison.systems import SYSTEMS, Running, Site, lmcache_versio
 from benchmarks.comparison.tables import markdown
 from benchmarks.demo import machine, versions
 from benchmarks.server import kv_block_bytes
+from vllm_lifetime.bench.plan import Plan
 from vllm_lifetime.traces.source import TraceError
 
 BASE, OURS = "vllm", "lifetime"
@@ -97,13 +98,13 @@ def run(
     model = make_test_model(Path("build/comparison-model"), layers=settings.model_layers, hidden=settings.model_hidden)
     is_doubtful = False
     for one, work in zip(regimes, works, strict=True):
-        one_settings = replace(settings, max_model_len=min(settings.max_model_len, _longest(work, settings.block_size_tokens)))
+        fitting = _settings_for(work, settings)
         tokens = work.working_set_tokens * (capacity or one.capacity * (QUICK_CAPACITY if quick else 1.0))
         blocks = max(round(tokens / settings.block_size_tokens), _fewest_blocks(work, settings))
         shares = (host_share or one.host_share, disk_share or one.disk_share)
         budget = Budget(blocks, kv_block_bytes(model, settings.block_size_tokens, settings.dtype), *shares)
         names = chosen or [name for name in one.systems if not quick or name in QUICK_SYSTEMS]
-        comparison = Comparison(one, work, one_settings, budget, names, seed, folder, model, in_turns=in_turns)
+        comparison = Comparison(one, work, fitting, budget, names, seed, folder, model, in_turns=in_turns)
         try:
             comparison.run(repeats or (1 if quick else 3))
         finally:  # also of what was measured before an interrupt
@@ -252,15 +253,21 @@ class Comparison:
         }
 
 
-def _longest(work: Work, block_size_tokens: int) -> int:
+def _settings_for(work: Work, settings: ServerSettings) -> ServerSettings:
+    """With no longer a context than the work needs: a server must have room for one, however little HBM it is given."""
+    longest = max(_longest(plan, settings.block_size_tokens) for plan in (work.plan, warm_up_plan(work)))
+    return replace(settings, max_model_len=min(settings.max_model_len, longest))
+
+
+def _longest(plan: Plan, block_size_tokens: int) -> int:
     """Tokens of the longest request with its output, in whole blocks."""
-    longest = max(r.prompt_tokens + r.output_tokens for session in work.plan.sessions for r in session.requests)
+    longest = max(r.prompt_tokens + r.output_tokens for session in plan.sessions for r in session.requests)
     return -(-longest // block_size_tokens) * block_size_tokens
 
 
 def _fewest_blocks(work: Work, settings: ServerSettings) -> int:
     """Two of the longest requests fit: else the engine, not the cache, is what is measured."""
-    return 2 * (_longest(work, settings.block_size_tokens) // settings.block_size_tokens) + 1
+    return 2 * (_longest(work.plan, settings.block_size_tokens) // settings.block_size_tokens) + 1
 
 
 def _named(name: str, known: dict[str, T], kind: str) -> T:

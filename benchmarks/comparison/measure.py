@@ -14,14 +14,14 @@ from benchmarks.comparison.regimes import Work
 from benchmarks.comparison.systems import Running, Site, System
 from benchmarks.server import ServerError
 from vllm_lifetime.bench.driver import Pace
-from vllm_lifetime.bench.plan import make_plan
+from vllm_lifetime.bench.plan import Plan, make_plan
 from vllm_lifetime.bench.records import RequestRecord, RunRecord
 from vllm_lifetime.bench.report import find_problems, summarize
 from vllm_lifetime.bench.run import run_bench
 from vllm_lifetime.bench.server import ServerError as BenchError
 from vllm_lifetime.traces.generate import generate_workload
 
-__all__ = ["FAILURES", "Result", "bytes_written", "measure", "measure_running", "short_error", "started"]
+__all__ = ["FAILURES", "Result", "bytes_written", "measure", "measure_running", "short_error", "started", "warm_up_plan"]
 
 REQUEST_TIMEOUT_S = 300.0
 TIME_LIMIT_S = 900.0
@@ -73,12 +73,13 @@ def started(system: System, site: Site, work: Work) -> Iterator[Running]:
             _warm_up(running, work)
             is_up = True
             yield running
-    except FAILURES as error:
+    except ServerError as error:
         if is_up:
             raise
+        text = str(error)
         with contextlib.suppress(OSError):  # the log begins with the cause, and the error has only the log's end
-            raise ServerError(log.read_text(errors="replace") + str(error)) from error
-        raise
+            text = log.read_text(errors="replace") + text
+        raise ServerError(text) from error
 
 
 def measure_running(name: str, running: Running, work: Work, repeat: int) -> Result:
@@ -91,13 +92,17 @@ def measure_running(name: str, running: Running, work: Work, repeat: int) -> Res
     return result
 
 
-def _warm_up(running: Running, work: Work) -> None:
-    """A few requests of other tokens that nobody names."""
+def warm_up_plan(work: Work) -> Plan:
+    """What a system that is to run `work` is warmed up with: two short workflows."""
     trace = generate_workload("hover-langchain", 2, seed=1_000_003)
     short = tuple(replace(session, requests=tuple(session.requests[:WARM_UP_REQUESTS])) for session in trace.sessions)
-    plan = make_plan(
-        replace(trace, sessions=short), tokens_per_block=work.plan.tokens.tokens_per_block, seed=work.plan.tokens.seed + 1_000_003
-    )
+    seed = work.plan.tokens.seed + 1_000_003
+    return make_plan(replace(trace, sessions=short), tokens_per_block=work.plan.tokens.tokens_per_block, seed=seed)
+
+
+def _warm_up(running: Running, work: Work) -> None:
+    """A few requests of other tokens that nobody names."""
+    plan = warm_up_plan(work)
     pace = replace(work.pace, time_scale=0.0, time_limit_s=TIME_LIMIT_S)
     _, was_interrupted = run_bench(
         plan,

@@ -37,7 +37,8 @@ def plot(report: Mapping[str, Any], results: Sequence[Result], path: Path) -> No
         axes.flat[3].step(values, np.arange(1, len(values) + 1) / max(1, len(values)), where="post", label=name)
     axes.flat[3].set_xlabel("workflow latency (s)")
     axes.flat[3].set_ylabel("share of workflows")
-    axes.flat[3].legend()
+    if measured:
+        axes.flat[3].legend()
     figure.suptitle(report["title"])
     figure.savefig(path, dpi=110)
 

@@ -4,6 +4,7 @@
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -29,7 +30,8 @@ class Regime:
     """A kind of workload, and what it is about.
 
     `capacity`: HBM, as a multiple of what `concurrency` workflows' final contexts take; host memory and disk as shares of HBM.
-    `is_losing`: not expected to gain.
+    `goal`: what is asked of our `lifetime` beyond more than LMCache's: a "gain" over stock of the size that the paper reports,
+    "parity" with stock where nothing is to be gained, or nothing ("").
     """
 
     name: str
@@ -41,7 +43,7 @@ class Regime:
     time_scale: float = 0.02
     host_share: float = 0.125
     disk_share: float = 0.125
-    is_losing: bool = False
+    goal: Literal["gain", "parity", ""] = "parity"
 
 
 _ALL = ("vllm", "lmcache", "offloading", "lru", "lifecycle", "hierarchical", "lifetime")
@@ -50,19 +52,20 @@ _LOSING = ("vllm", "lru", "lifetime")
 REGIMES: dict[str, Regime] = {
     regime.name: regime
     for regime in (
-        Regime("dynamic", "dynamic workflows (PBKV 6.1, HoVer), HBM under pressure", PRESSURE, 8, _ALL),
+        Regime("dynamic", "dynamic workflows (PBKV 6.1, HoVer), HBM under pressure", PRESSURE, 8, _ALL, goal="gain"),
         Regime(
             "large-tiers",
             "dynamic workflows, HBM under pressure, everything fits below",
             *(PRESSURE, 8, ("vllm", "lmcache", "lru", "lifetime")),
             host_share=2.0,
             disk_share=2.0,
+            goal="",
         ),
-        Regime("real", "recorded coding-agent sessions", 0.4, 3, _ALL),
-        Regime("fits", "dynamic workflows, everything fits into HBM", PLENTY, 8, _LOSING, is_losing=True),
-        Regime("no-metadata", "dynamic workflows, nothing said", PRESSURE, 8, _LOSING, names_requests=False, is_losing=True),
-        Regime("uniform", "every prompt as likely as any other", 3.0, 8, _LOSING, is_losing=True),
-        Regime("hostile", "dynamic workflows, wrong agents and wrong boundaries", PRESSURE, 8, _LOSING, is_losing=True),
+        Regime("real", "recorded coding-agent sessions", 0.4, 3, _ALL, goal=""),
+        Regime("fits", "dynamic workflows, everything fits into HBM", PLENTY, 8, _LOSING),
+        Regime("no-metadata", "dynamic workflows, nothing said", PRESSURE, 8, _LOSING, names_requests=False),
+        Regime("uniform", "every prompt as likely as any other", 3.0, 8, _LOSING),
+        Regime("hostile", "dynamic workflows, wrong agents and wrong boundaries", PRESSURE, 8, _LOSING),
     )
 }
 

@@ -38,15 +38,17 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         f"Over {report['base_title']}, paired by repeat:",
         "",
-        "| system | hit rate | mean workflow latency | mean TTFT |",
+        "| system | hit rate | mean workflow latency | mean TTFT | mean TPOT | throughput |",
     ]
-    lines.append("|---|---:|---:|---:|")
+    lines.append("|---|---:|---:|---:|---:|---:|")
+    digits = 3 if report.get("in_turns") else 2  # many pairs, for small differences
     for system, ratios in report["ratios"].items():
-        cells = [_ratio(ratios.get(key)) for key in ("hit_rate", "workflow_latency_mean_s", "ttft_mean_s")]
+        keys = ("hit_rate", "workflow_latency_mean_s", "ttft_mean_s", "tpot_mean_s", "prompt_tokens_per_s")
+        cells = [_ratio(ratios.get(key), digits) for key in keys]
         lines.append(f"| {report['systems'][system]} | " + " | ".join(cells) + " |")
     lines += ["", "| target | measured | met |", "|---|---:|---|"]
     for target in report["targets"]:
-        shown = _ratio(target["ratio"]) if "ratio" in target else _percent(target["value"])
+        shown = _ratio(target["ratio"], digits) if "ratio" in target else _percent(target["value"])
         lines.append(f"| {target['target']} | {shown} | {_MET[target['met']]} |")
     lines += ["", *_verdict(report["checks"])]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -92,11 +94,11 @@ def _cell(figure: Figure, estimate: Mapping[str, Any] | None) -> str:
     return text + unit
 
 
-def _ratio(ratio: Mapping[str, Any] | None) -> str:
+def _ratio(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
     if ratio is None:
         return "-"
-    text = f"{ratio['mean']:.2f} x"
-    return text if ratio["low"] is None else f"{text} ({ratio['low']:.2f} - {ratio['high']:.2f})"
+    text = f"{ratio['mean']:.{digits}f} x"
+    return text if ratio["low"] is None else f"{text} ({ratio['low']:.{digits}f} - {ratio['high']:.{digits}f})"
 
 
 def _percent(value: float | None) -> str:

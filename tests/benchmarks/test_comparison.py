@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.comparison import __main__ as main
 from benchmarks.comparison.figures import check, estimate, figures_of, ratio_to, targets
-from benchmarks.comparison.measure import Result, bytes_written, short_error
+from benchmarks.comparison.measure import Result, bytes_written, measure, short_error, warm_up_plan
 from benchmarks.comparison.overhead import overhead_table, read_steps, summarize_steps
 from benchmarks.comparison.regimes import REGIMES, Work, hostile, uniform_reuse, work_of
 from benchmarks.comparison.settings import Budget, ServerSettings
@@ -122,6 +122,29 @@ def test_the_work_of_a_regime_is_the_same_again(name: str) -> None:
     assert main._fewest_blocks(first, ServerSettings()) * 32 > 2 * first.plan.sessions[1].requests[-1].prompt_tokens
 
 
+@pytest.mark.parametrize("name", [name for name in REGIMES if name != "real"])
+def test_a_warm_up_longer_than_the_context_was_refused(name: str) -> None:
+    """The context is as long as the work and the warm-up need, and HBM has room for it."""
+    work = work_of(REGIMES[name], workflows=3, seed=0, path=None, format="jsonl")
+    settings = main._settings_for(work, ServerSettings())
+    work.plan.check_fits(settings.max_model_len)
+    warm_up_plan(work).check_fits(settings.max_model_len)
+    assert settings.max_model_len < ServerSettings().max_model_len and settings.max_model_len % settings.block_size_tokens == 0
+
+
+def test_a_system_that_starts_but_takes_no_work_named_its_log(tmp_path: Path, commands: list[list[str]]) -> None:
+    """The first line of a long log stood in the place of the reason."""
+    work = work_of(REGIMES["uniform"], workflows=2, seed=0, path=None, format="jsonl")
+    site = Site(tmp_path / "model", tmp_path, ServerSettings(), Budget(100, BLOCK_BYTES, 0.125, 0.25), "run")
+    found = measure(SYSTEMS["vllm"], site, work, 0)  # nobody listens there
+    assert found.error is not None and "http://" in found.error and commands
+
+
+def test_nothing_measured_is_doubtful() -> None:
+    assert check([], "vllm") == ["nothing was measured"]
+    assert check([result("vllm", error="it broke")], "vllm")[-1] == "nothing was measured"
+
+
 def test_hostile_work_is_the_same_requests_with_other_words() -> None:
     trace = uniform_reuse(2, 0)
     lied = hostile(trace, 0)
@@ -196,6 +219,8 @@ def test_targets_are_met_or_not() -> None:
     runs = [result("vllm", hit_rate=0.3, latency_s=10), result("lifetime", hit_rate=0.6, latency_s=9)]
     met = [target["met"] for target in targets(runs, REGIMES["dynamic"], "vllm", "lifetime")]
     assert met == [True, True, False, None, None]
+    told = targets(runs, REGIMES["real"], "vllm", "lifetime")
+    assert [target["target"] for target in told] == ["hit rate above LMCache", "mean workflow latency below LMCache"]
     runs = [result("vllm", latency_s=10), result("lifetime", latency_s=10.2)]
     assert [target["met"] for target in targets(runs, REGIMES["fits"], "vllm", "lifetime")] == [True, True]
     runs = [result("vllm", latency_s=10), result("lifetime", latency_s=10.5)]
