@@ -172,10 +172,12 @@ def _run_made_up(setup: Setup, asked: _Asked) -> None:
         write_json(asked.out / "checks.json", checks)
         write_json(asked.out / "calibration.json", findings)
         run = [check for check in checks if check.passes is not None]
-        console.print(
-            f"{sum(check.passes is True for check in run)} of {len(run)} checks pass; {len(checks) - len(run)} need more cells"
-        )
-        console.print(checks_table(checks))
+        if run:
+            passed = sum(check.passes is True for check in run)
+            console.print(f"{passed} of {len(run)} checks pass; {len(checks) - len(run)} need more cells")
+            console.print(checks_table(checks))
+        else:
+            console.print(f"None of the {len(checks)} checks against the paper can be made: they need more cells")
         console.print(f"{sum(finding.passes for finding in findings)} of {len(findings)} calibration targets are met")
         console.print(findings_table(finding for finding in findings if not finding.passes))
 

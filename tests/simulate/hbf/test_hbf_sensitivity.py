@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +54,18 @@ def test_results_come_as_table_plot_and_json(ranking, tmp_path):
     rows = json.loads((tmp_path / "ranking.json").read_text())
     assert [(row["value"], row["policy"]) for row in rows][-2:] == [("1", "lachesis"), ("oracle", "oracle")]
     assert rows[0]["gain"] == ranking[0].gain
+
+
+def test_an_endless_lifetime_was_not_json(ranking, tmp_path):
+    """JSON has no Infinity: a flash that is never written to has null, as in results.json."""
+    endless = replace(ranking[0], lifetime_years=math.inf, row=replace(ranking[0].row, lifetime_years=math.inf))
+    write_sweep(tmp_path / "endless.json", [endless])
+
+    def refuse(text: str) -> None:
+        raise ValueError(text)
+
+    [row] = json.loads((tmp_path / "endless.json").read_text(), parse_constant=refuse)
+    assert row["lifetime_years"] is None and row["gain"] == ranking[0].gain
 
 
 def test_more_lost_boundaries_leave_less_gain(setup):

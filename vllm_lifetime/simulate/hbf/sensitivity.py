@@ -8,6 +8,7 @@ sessions (as `hbm_first` admits them) and the baseline's run.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -282,14 +283,15 @@ def _run_point(setup: Setup, cell: Cell, point: Point, load: _Load, policy: str)
 
 
 def write_sweep(path: Path, rows: Iterable[SweepRow]) -> None:
-    """A JSON list of rows; the fields of `row` among the others. Raises OSError."""
+    """A JSON list of rows; the fields of `row` among the others. What is endless, or a part of it, is null. Raises OSError."""
     write_text(path, json.dumps([_plain(row) for row in rows], indent=1) + "\n")
 
 
 def _plain(row: SweepRow) -> dict[str, Any]:
     plain = asdict(row)
     result: dict[str, Any] = plain.pop("row")
-    return result | plain
+    whole = result | plain
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in whole.items()}
 
 
 def _curve(row: SweepRow) -> str:
