@@ -169,13 +169,13 @@ class Comparison:
             result = Result(name, repeat, error=why)
         else:
             result = measure(SYSTEMS[name], self._site(name, f"{name}-{repeat + 1}"), self._work, repeat)
-        if result.error is not None and not result.summary:
+        if result.error is not None and not result.summary and all(run.system != name for run in self._results):
             self._leave_out(name, result.error)
             return
         figures = result.summary
         console.print(
-            f"{self._regime.name}, repeat {repeat + 1}, {name}: hit rate {figures['hit_rate'] or 0:.1%}, workflow "
-            f"{figures['workflow_latency_mean_s'] or 0:.2f} s, TTFT {figures['ttft_mean_s'] or 0:.3f} s "
+            f"{self._regime.name}, repeat {repeat + 1}, {name}: hit rate {figures.get('hit_rate') or 0:.1%}, workflow "
+            f"{figures.get('workflow_latency_mean_s') or 0:.2f} s, TTFT {figures.get('ttft_mean_s') or 0:.3f} s "
             f"({time.monotonic() - began_s:.0f} s)" + (f"; {escape(result.error)}" if result.error else ""),
             soft_wrap=True,
         )
@@ -249,7 +249,10 @@ class Comparison:
                 if name != BASE and name not in self._missing
             },
             "targets": targets(self._results, self._regime, BASE, OURS),
-            "checks": check(self._results, BASE),
+            "checks": [
+                f"{name} does not run here: {why}" for name, why in self._missing.items() if name == BASE or SYSTEMS[name].is_ours
+            ]
+            + check(self._results, BASE),
         }
 
 

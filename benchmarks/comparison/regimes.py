@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.comparison.settings import ServerSettings
 from vllm_lifetime.bench.driver import Pace
 from vllm_lifetime.bench.plan import Plan, make_plan
 from vllm_lifetime.simulate.schedule import mean_final_context_blocks
@@ -21,6 +22,8 @@ CONCURRENCY = 8
 DYNAMIC = "hover-langchain"
 PRESSURE = 1.7
 """HBM with which stock vLLM's hit rate is in the range of PBKV Table 1."""
+LONGEST_TOKENS = 60_000
+"""Of a recorded request that a short run can replay."""
 PLENTY = 4.0
 """HBM with which nothing is evicted that is read again."""
 
@@ -95,7 +98,10 @@ def work_of(regime: Regime, *, workflows: int, seed: int, path: Path | None, for
     if regime.name == "real":
         if path is None:
             raise ValueError("--regime real needs --trace, a file or folder of recorded sessions")
-        trace = _short_sessions(read_trace(path, format), workflows, seed)
+        trace = read_trace(path, format)
+        # As long as the test model takes, the block that a prompt ends in included.
+        longest_tokens = (ServerSettings.max_model_len // regime.tokens_per_block - 1) * trace.block_size_tokens
+        trace = _short_sessions(trace, workflows, seed, longest_tokens=min(LONGEST_TOKENS, longest_tokens))
     elif regime.name == "uniform":
         trace = uniform_reuse(workflows, seed)
     else:
@@ -103,8 +109,9 @@ def work_of(regime: Regime, *, workflows: int, seed: int, path: Path | None, for
         if regime.name == "hostile":
             trace = hostile(trace, seed)
     plan = make_plan(trace, tokens_per_block=regime.tokens_per_block, seed=seed)
-    pace = Pace(concurrency=CONCURRENCY, time_scale=regime.time_scale, idle_cap_s=60.0)
-    return Work(plan, pace, regime.names_requests, CONCURRENCY * mean_final_context_blocks(trace) * regime.tokens_per_block)
+    at_a_time = min(CONCURRENCY, len(plan.sessions))
+    pace = Pace(concurrency=at_a_time, time_scale=regime.time_scale, idle_cap_s=60.0)
+    return Work(plan, pace, regime.names_requests, at_a_time * mean_final_context_blocks(trace) * regime.tokens_per_block)
 
 
 def hostile(trace: Trace, seed: int) -> Trace:
@@ -140,7 +147,7 @@ def uniform_reuse(sessions: int, seed: int, *, prompts: int = 48, blocks: int = 
 
 
 def _short_sessions(
-    trace: Trace, count: int, seed: int, *, fewest: int = 8, most: int = 40, longest_tokens: int = 60_000
+    trace: Trace, count: int, seed: int, *, longest_tokens: int, fewest: int = 8, most: int = 40
 ) -> Trace:
     """`count` sessions of a length that a short run can replay, drawn at random."""
     fitting = [

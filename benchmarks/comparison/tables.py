@@ -32,8 +32,9 @@ def markdown(report: Mapping[str, Any]) -> str:
             cells = [_cell(figure, figures.get(figure.key)) for figure in FIGURES]
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
         else:
-            why = report["missing"].get(system, "not measured").replace("|", "\\|").replace("`", "'")
-            lines.append(f"| {title} | does not run here: `{why}` |" + " |" * (len(FIGURES) - 1))
+            why = report["missing"].get(system, "").replace("|", "\\|").replace("`", "'")
+            told = f"does not run here: `{why}`" if why else "not measured"
+            lines.append(f"| {title} | {told} |" + " |" * (len(FIGURES) - 1))
     lines += [
         "",
         f"Over {report['base_title']}, paired by repeat:",
@@ -49,7 +50,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += ["", "| target | measured | met |", "|---|---:|---|"]
     for target in report["targets"]:
         shown = _ratio(target["ratio"], digits) if "ratio" in target else _percent(target["value"])
-        lines.append(f"| {target['target']} | {shown} | {_MET[target['met']]} |")
+        lines.append(f"| {target['target']} | {shown} | {_MET[target['met']]}{_doubt(target)} |")
     lines += ["", *_verdict(report["checks"])]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     machine = report["machine"]
@@ -72,6 +73,14 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 _MET = {True: "yes", False: "**no**", None: "not measured"}
+
+
+def _doubt(target: Mapping[str, Any]) -> str:
+    """Whether the interval reaches from one side of the target to the other."""
+    ratio = target.get("ratio")
+    if ratio is None or ratio["low"] is None or not ratio["low"] < target["least"] < ratio["high"]:
+        return ""
+    return ", within the noise"
 
 
 def _verdict(checks: list[str]) -> list[str]:

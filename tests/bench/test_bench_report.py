@@ -48,7 +48,15 @@ def test_counters_of_all_engines_add_up_and_new_ones_begin_at_zero() -> None:
     assert counts.lifetime == {
         f"vllm:lifetime_hit_tokens_total{{tier={tier}}}": n for tier, n in counts.hit_tokens_by_tier.items()
     }
-    assert counts.flash_bytes_written is None and counts.preemptions is None
+    assert counts.flash_bytes_written == 0 and counts.preemptions is None
+
+
+def test_flash_that_was_not_written_to_was_not_known() -> None:
+    """The connector's counter of bytes has no sample before the first; a server without it has none of our counters."""
+    stock = parse_counters(counters(100, 10, {}))
+    assert stock is not None and counts_between(stock, stock).flash_bytes_written is None
+    ours = parse_counters(counters(100, 10, {"hbm": 10}))
+    assert ours is not None and counts_between(ours, ours).flash_bytes_written == 0
 
 
 @pytest.mark.parametrize("text", ["", "<html>nothing here</html>", "# TYPE other counter\nother_total 3\n"])

@@ -180,6 +180,11 @@ def test_a_request_less_fails_the_check() -> None:
     assert "1 requests have other numbers of tokens" in check([result("vllm"), shorter], "vllm")[0]
 
 
+def test_tokens_were_called_compared_without_stock_to_compare_with() -> None:
+    told = check([result("lifetime", 0), result("lru", 1), result("vllm", 2), result("lifetime", 2)], "vllm")
+    assert told == ["vllm has no figures of repeat 1, 2: the others' prompts and tokens were not compared with it there"]
+
+
 def test_hit_rates_that_disagree_are_told() -> None:
     doubtful = result("lifetime", problems=["The hit rate of the answers is 3 %"])
     assert check([result("vllm"), doubtful], "vllm") == ["lifetime, repeat 1: The hit rate of the answers is 3 %"]
@@ -209,7 +214,7 @@ def test_the_ratio_is_paired_by_repeat() -> None:
 
 
 def test_a_failed_run_has_no_figures() -> None:
-    runs = [result("vllm"), result("lifetime", error="it broke"), result("lifetime", 1, hit_rate=0.8)]
+    runs = [result("vllm"), result("lifetime", error="it broke"), result("vllm", 1), result("lifetime", 1, hit_rate=0.8)]
     found = figures_of(runs)["lifetime"]["hit_rate"]
     assert found is not None and (found.mean, found.repeats) == (0.8, 1)
     assert check(runs, "vllm") == ["lifetime, repeat 1: it broke"]
@@ -220,11 +225,21 @@ def test_targets_are_met_or_not() -> None:
     met = [target["met"] for target in targets(runs, REGIMES["dynamic"], "vllm", "lifetime")]
     assert met == [True, True, False, None, None]
     told = targets(runs, REGIMES["real"], "vllm", "lifetime")
-    assert [target["target"] for target in told] == ["hit rate above LMCache", "mean workflow latency below LMCache"]
+    assert [target["target"] for target in told] == ["hit rate above LMCache", "mean workflow latency of LMCache above ours"]
     runs = [result("vllm", latency_s=10), result("lifetime", latency_s=10.2)]
     assert [target["met"] for target in targets(runs, REGIMES["fits"], "vllm", "lifetime")] == [True, True]
     runs = [result("vllm", latency_s=10), result("lifetime", latency_s=10.5)]
     assert [target["met"] for target in targets(runs, REGIMES["fits"], "vllm", "lifetime")] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"), [(0.9, 1.1, "yes, within the noise"), (0.98, 1.1, "yes |"), (None, None, "yes |")]
+)
+def test_a_target_within_the_noise_was_called_met(low: float | None, high: float | None, shown: str) -> None:
+    made = report([result("vllm"), result("lifetime")], {})
+    ratio = {"mean": 1.0, "low": low, "high": high, "repeats": 3}
+    made["targets"] = [{"target": "throughput", "least": 0.97, "ratio": ratio, "met": True}]
+    assert shown in markdown(made)
 
 
 def test_the_cause_of_an_error_was_not_told() -> None:
@@ -326,6 +341,40 @@ def test_each_repeat_begins_with_another_system(tmp_path: Path, monkeypatch: pyt
     assert "does not run here: `ValueError: only on CUDA`" in (tmp_path / "dynamic.md").read_text()
     told = CliRunner().invoke(main.app, ["table", str(tmp_path)])
     assert told.exit_code == 0 and told.output.strip() == (tmp_path / "dynamic.md").read_text().strip()
+
+
+def test_a_system_that_failed_in_a_later_repeat_was_left_out_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it measured before stays, and the failure is told; of one of ours that never ran, too."""
+
+    def fake(system: System, site: Site, work: Work, repeat: int) -> Result:
+        if system.name == "lru" or (system.name == "lifetime" and repeat == 1):
+            return Result(system.name, repeat, error="it did not start")
+        return result(system.name, repeat)
+
+    monkeypatch.setattr(main, "measure", fake)
+    work = work_of(REGIMES["uniform"], workflows=2, seed=0, path=None, format="jsonl")
+    budget = Budget(100, BLOCK_BYTES, 0.125, 0.25)
+    names = ["vllm", "lru", "lifetime"]
+    comparison = main.Comparison(REGIMES["fits"], work, ServerSettings(), budget, names, 0, tmp_path, tmp_path)
+    comparison.run(3)
+    assert comparison.write() is True
+    made = json.loads((tmp_path / "fits.json").read_text())
+    assert made["checks"] == ["lru does not run here: it did not start", "lifetime, repeat 2: it did not start"]
+    assert made["ratios"]["lifetime"]["hit_rate"]["repeats"] == 2 and made["missing"] == {"lru": "it did not start"}
+
+
+def test_a_recording_with_small_blocks_was_too_long_for_every_system(tmp_path: Path) -> None:
+    """Blocks of 16 tokens become 3, as others do: sessions that are then too long for the test model are not drawn."""
+    lines: list[dict[str, Any]] = [{"format": "vllm-lifetime-trace", "version": 1, "name": "small", "block_size_tokens": 16}]
+    for session, tokens in enumerate((1600, 56_000)):
+        name = {"session_id": f"s{session}"}
+        request = {"blocks": [[session * 10_000, tokens // 16]], "input_tokens": tokens, "output_tokens": 8, "service_s": 1.0}
+        lines += [name | {"names_session": True}, *(name | request | {"after": n - 1, "gap_s": 0.0} for n in range(8))]
+    path = tmp_path / "recording.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    work = work_of(REGIMES["real"], workflows=9, seed=0, path=path, format="jsonl")
+    assert [session.trace.session_id for session in work.plan.sessions] == ["s0"] and work.pace.concurrency == 1
+    work.plan.check_fits(ServerSettings.max_model_len)
 
 
 def test_systems_take_turns_without_being_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_lifetime.bench import agent_trace
 from vllm_lifetime.bench.agent_trace import add_options, read_samples
 from vllm_lifetime.patches import bench_dataset
 from vllm_lifetime.patches.versions import UnsupportedVllmError
@@ -97,6 +98,15 @@ def test_options_are_ignored(trace_path: Path) -> None:
     assert args.self_timed is False, "a request rate that was asked for is not used"
     other, _ = samples(trace_path, "--seed", "4", "--agent-trace-tokens-per-block", "8", "--num-prompts", "1")
     assert found[0].prompt != other[0].prompt
+
+
+def test_a_request_that_is_not_sent_was_too_long(trace_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent has 36 tokens and 5 more; the two after it 52. The advice names this tool's option."""
+    monkeypatch.setattr(agent_trace, "_max_model_len", lambda args: 45)
+    found, _ = samples(trace_path, "--num-prompts", "2")
+    assert len(found) == 2
+    with pytest.raises(SystemExit, match="--agent-trace-tokens-per-block 12"):
+        samples(trace_path)
 
 
 def test_other_datasets_are_touched() -> None:

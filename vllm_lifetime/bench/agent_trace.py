@@ -99,9 +99,10 @@ def read_samples(args: argparse.Namespace, sample_request: Callable[..., Sample]
         num_sessions=args.agent_trace_sessions,
         seed=args.seed,
     )
-    plan.check_fits(_max_model_len(args))
     pace = Pace(time_scale=args.agent_trace_time_scale, idle_cap_s=args.agent_trace_idle_cap_s)
     timed = arrivals(plan, pace, args.agent_trace_session_rate)[: args.num_prompts]
+    sent = [(each.session, each.request) for each in timed]
+    plan.check_fits(_max_model_len(args), sent, option="--agent-trace-tokens-per-block")
     # The output's length is the trace's. A request rate that was asked for goes before the trace's times.
     args.ignore_eos = True
     args.self_timed = args.request_rate == float("inf")

@@ -74,7 +74,9 @@ def counts_between(before: Counters, after: Counters) -> ServerCounts:
     tiers = {
         shown.removeprefix("tier="): round(value) for shown, value in moved.get("vllm:lifetime_hit_tokens_total", {}).items()
     }
-    written = moved.get("vllm:lifetime_bytes_written_total")
+    # A labelled counter has no sample before the first byte; the connector has others from the start.
+    has_connector = any(name.startswith("vllm:lifetime_") for name in moved)
+    written = moved.get("vllm:lifetime_bytes_written_total", {} if has_connector else None)
     return ServerCounts(
         prompt_tokens=total("vllm:prompt_tokens_total"),
         prefix_queries_tokens=total("vllm:prefix_cache_queries_total"),

@@ -60,29 +60,34 @@ class Plan:
         tail = self.tokens.tail_tokens(session.index, request.index, request.prompt_tokens - len(blocks))
         return np.concatenate([blocks, tail])
 
-    def check_fits(self, max_model_len: int | None) -> None:
-        """Raise `PlanError` if a prompt with its output is longer than the server takes. None: the server does not say."""
-        pairs = ((session, request) for session in self.sessions for request in session.requests)
+    def check_fits(
+        self,
+        max_model_len: int | None,
+        sent: Sequence[tuple[PlannedSession, PlannedRequest]] | None = None,
+        *,
+        option: str = "--tokens-per-block",
+    ) -> None:
+        """Raise `PlanError` if a prompt with its output is longer than the server takes. None: the server does not say.
+
+        `sent`: the requests that are asked about, at least one; None: all. `option`: what the scale is called where it is given.
+        """
+        pairs = sent or [(session, request) for session in self.sessions for request in session.requests]
         session, request = max(pairs, key=lambda pair: pair[1].prompt_tokens + pair[1].output_tokens)
         tokens = request.prompt_tokens + request.output_tokens
         if max_model_len is None or tokens <= max_model_len:
             return
         fitting = self.tokens.tokens_per_block * max_model_len // tokens
         lowest = self.tokens.id_tokens
-        while fitting >= lowest and self._longest_with(fitting) > max_model_len:
+        while fitting >= lowest and self._longest_with(fitting, pairs) > max_model_len:
             fitting -= 1
-        advice = f"--tokens-per-block {fitting}" if fitting >= lowest else "a model with a longer context"
+        advice = f"{option} {fitting}" if fitting >= lowest else "a model with a longer context"
         raise PlanError(
             f"request {request.index} of session {session.trace.session_id!r} has {request.prompt_tokens:,} tokens of prompt and "
             f"{request.output_tokens:,} of output; the server takes {max_model_len:,} together (max_model_len). Try {advice}"
         )
 
-    def _longest_with(self, tokens_per_block: int) -> int:
-        return max(
-            sum(_scaled(request.trace, tokens_per_block, self.block_size_tokens))
-            for session in self.sessions
-            for request in session.requests
-        )
+    def _longest_with(self, tokens_per_block: int, pairs: Sequence[tuple[PlannedSession, PlannedRequest]]) -> int:
+        return max(sum(_scaled(request.trace, tokens_per_block, self.block_size_tokens)) for _, request in pairs)
 
 
 def make_plan(
