@@ -46,12 +46,16 @@ app.command("overhead")(overhead)
 @app.command("table")
 def table(folder: Annotated[Path, typer.Argument(help="benchmarks/results/DATE, or one of its .json files.")]) -> None:
     """Print the tables of a comparison as markdown."""
-    paths = [folder] if folder.is_file() else sorted(path for path in folder.glob("*.json") if not path.stem.endswith("-runs"))
-    for path in paths:
-        sys.stdout.write(markdown(json.loads(path.read_text())) + "\n")
-    if not paths:
-        typer.echo(f"Error: {folder} has no results", err=True)
-        raise typer.Exit(2)
+    paths = [folder] if folder.is_file() else [folder / f"{name}.json" for name in REGIMES]
+    found = [path for path in paths if path.exists()]
+    for path in found:
+        try:
+            text = markdown(json.loads(path.read_text()))
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            _refuse(f"{path} is no result of a comparison: {type(error).__name__} {error}")
+        sys.stdout.write(text + "\n")
+    if not found:
+        _refuse(f"{folder} has no results; they are called {', '.join(f'{name}.json' for name in REGIMES)}")
 
 
 @app.command("run")
@@ -66,12 +70,14 @@ def run(
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Recorded sessions for --regime real.")] = None,
     format: Annotated[str, typer.Option(help="Their format; see docs/traces.md.")] = "kv-cache-tester",
-    capacity: Annotated[float | None, typer.Option(min=0.1, help="HBM, in final contexts of all running workflows.")] = None,
-    host_share: Annotated[float | None, typer.Option(min=0.02, help="Host memory, as a share of HBM.")] = None,
-    disk_share: Annotated[float | None, typer.Option(min=0.02, help="Disk, as a share of HBM.")] = None,
+    capacity: Annotated[
+        float | None, typer.Option(min=0.1, max=1000, help="HBM, in final contexts of all running workflows.")
+    ] = None,
+    host_share: Annotated[float | None, typer.Option(min=0.02, max=1000, help="Host memory, as a share of HBM.")] = None,
+    disk_share: Annotated[float | None, typer.Option(min=0.02, max=1000, help="Disk, as a share of HBM.")] = None,
     model_layers: Annotated[int, typer.Option(min=1, help="Of the test model.")] = ServerSettings.model_layers,
     model_hidden: Annotated[int, typer.Option(min=64, help="Of the test model.")] = ServerSettings.model_hidden,
-    seed: Annotated[int, typer.Option(help="Of the workload and its tokens.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload and its tokens.")] = 0,
     out: Annotated[Path | None, typer.Option(help=f"Folder for the results; default {RESULTS}/DATE.")] = None,
 ) -> None:
     """Run every system on the same work, one after the other, several times. Exit code 1: something is doubtful; 2: cannot be.
@@ -90,12 +96,14 @@ def run(
         ]
         folder.mkdir(parents=True, exist_ok=True)
     except (TraceError, ValueError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        _refuse(str(error))
     # Imported late: it needs torch, which takes seconds.
     from scripts.make_test_model import make_test_model
 
-    model = make_test_model(Path("build/comparison-model"), layers=settings.model_layers, hidden=settings.model_hidden)
+    try:
+        model = make_test_model(Path("build/comparison-model"), layers=settings.model_layers, hidden=settings.model_hidden)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
     is_doubtful = False
     for one, work in zip(regimes, works, strict=True):
         fitting = _settings_for(work, settings)
@@ -107,7 +115,7 @@ def run(
         comparison = Comparison(one, work, fitting, budget, names, seed, folder, model, in_turns=in_turns)
         try:
             comparison.run(repeats or (1 if quick else 3))
-        finally:  # also of what was measured before an interrupt
+        finally:  # also of what was measured before an interrupt; if that is nothing, earlier results stay
             is_doubtful |= comparison.write()
     if is_doubtful:
         raise typer.Exit(1)
@@ -193,7 +201,9 @@ class Comparison:
         return Site(self._model, folder, self._settings, self._budget, f"{self._regime.name}-{label}")
 
     def write(self) -> bool:
-        """Write report, table and plot; returns whether something is doubtful."""
+        """Write report, table and plot, unless no run has ended; returns whether something is doubtful."""
+        if not self._results and not self._missing:
+            return True
         report = self.report()
         stem = self._folder / self._regime.name
         stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
@@ -271,6 +281,11 @@ def _longest(plan: Plan, block_size_tokens: int) -> int:
 def _fewest_blocks(work: Work, settings: ServerSettings) -> int:
     """Two of the longest requests fit: else the engine, not the cache, is what is measured."""
     return 2 * (_longest(work.plan, settings.block_size_tokens) // settings.block_size_tokens) + 1
+
+
+def _refuse(reason: str) -> NoReturn:
+    typer.echo(f"Error: {reason}", err=True)
+    raise typer.Exit(2)
 
 
 def _named(name: str, known: dict[str, T], kind: str) -> T:

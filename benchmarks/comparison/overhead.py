@@ -61,7 +61,13 @@ def overhead(
         more_environment=((SCHEDULER_TIMES, str(TIMES.absolute())), ("PYTHONPATH", os.getcwd())),
     )
     model = make_test_model(Path("build/overhead-model"), layers=settings.model_layers, hidden=settings.model_hidden)
-    levels = [int(text) for text in concurrency.split(",")]
+    try:
+        levels = [int(text) for text in concurrency.split(",")]
+        if min(levels) < 1:
+            raise ValueError
+    except ValueError:
+        typer.echo(f"Error: --concurrency is whole numbers above 0 with commas between them, not {concurrency!r}", err=True)
+        raise typer.Exit(2) from None
     rows: list[dict[str, Any]] = []
     try:
         for name in SYSTEMS_MEASURED:

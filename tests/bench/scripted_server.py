@@ -40,7 +40,10 @@ class Call:
 
 @dataclass
 class ScriptedServer:
-    """See the module. `script(n)` says what becomes of the nth completion: ok, 500, hang, cut (the stream ends early) or die."""
+    """See the module. `script(n)` says what becomes of the nth completion: ok, 500, hang, cut (the stream ends early) or die.
+
+    `event(data)` changes the data of each event of a stream.
+    """
 
     script: Callable[[int], str] = lambda _: "ok"
     max_model_len: int | None = 1000
@@ -50,6 +53,9 @@ class ScriptedServer:
     others_tokens: int = 0
     """Prompt tokens that somebody else has looked up between two looks at the counters."""
     latency_s: float = 0.0
+    event: Callable[[str], str] = lambda data: data
+    model_ids: tuple[Any, ...] = ("model",)
+    connections: int = 0
     calls: list[Call] = field(default_factory=list)
     boundaries: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     url: str = ""
@@ -86,6 +92,7 @@ class ScriptedServer:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self.connections += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -110,7 +117,8 @@ class ScriptedServer:
             outcomes = [{"message_id": event["message_id"], "status": "queued"} for event in events]
             await self._send(writer, 202, {"outcomes": outcomes})
         elif what == "GET /v1/models":
-            await self._send(writer, 200, {"data": [{"id": "model", "max_model_len": self.max_model_len}]})
+            cards = [{"id": name, "max_model_len": self.max_model_len} for name in self.model_ids]
+            await self._send(writer, 200, {"data": cards})
         elif what == "GET /version":
             await self._send(writer, 200, {"version": "0.32.0"})
         elif what == "GET /lifetime/v1/health" and self.takes_boundaries:
@@ -159,7 +167,7 @@ class ScriptedServer:
         await writer.drain()
 
     async def _event(self, writer: asyncio.StreamWriter, data: str) -> None:
-        content = f"data: {data}\n\n".encode()
+        content = f"data: {self.event(data)}\n\n".encode()
         writer.write(b"%x\r\n" % len(content) + content + b"\r\n")
         await writer.drain()
 

@@ -315,3 +315,64 @@ def test_sigterm_killed_the_caller_after_a_run() -> None:
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_line_separators_in_a_text_broke_its_event() -> None:
+    """U+2028 and U+0085 may stand in JSON as they are, and end no line of a stream."""
+    with ScriptedServer(event=lambda data: data.replace('"x"', '"\u2028\x85\x0b"'.replace("\x0b", "\\u000b"))) as server:
+        record = run_on(server, make_trace(chain("one", 0))).record
+    assert [request.error for request in record.requests] == [None] * 3
+
+
+def test_each_request_paid_for_a_connection() -> None:
+    with ScriptedServer() as server:
+        record = run_on(server, make_trace(chain("one", 0, length=8)), boundaries="off").record
+    assert len(record.requests) == 8 and record.num_errors == 0
+    assert server.connections <= 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"cached_tokens": 0', '"cached_tokens": -50', "-50 of 6 tokens of prompt were cached"),
+        ('"cached_tokens": 0', '"cached_tokens": 500', "500 of 6 tokens of prompt were cached"),
+        ('"prompt_tokens": 6', '"prompt_tokens": 7', "counts 7 tokens of prompt, where 6 were sent"),
+        ('"completion_tokens": 3', '"completion_tokens": 1e999', "cannot be read: OverflowError"),
+        ('{"choices": [{"text": "x"}]}', "[" * 20_000, "cannot be read: RecursionError"),
+        ('"usage"', '"used"', "does not say how many it has"),
+        ('{"choices": [{"text": "x"}]}', '{"error": "out of words"}', "out of words"),
+    ],
+)
+def test_answers_that_cannot_be_were_taken_or_broke_the_run(old: str, new: str, told: str) -> None:
+    with ScriptedServer(event=lambda data: data.replace(old, new)) as server:
+        record = run_on(server, make_trace(chain("one", 0, length=1))).record
+    [request] = record.requests
+    assert request.error is not None and told in request.error
+
+
+def test_an_error_of_null_is_none() -> None:
+    with ScriptedServer(event=lambda data: data.replace('{"choices"', '{"error": null, "choices"')) as server:
+        assert run_on(server, make_trace(chain("one", 0))).record.num_errors == 0
+
+
+def test_a_model_without_a_name_was_a_traceback() -> None:
+    with ScriptedServer(model_ids=(5,)) as server, pytest.raises(ServerError, match="no OpenAI-compatible server"):
+        run_on(server, make_trace(chain("one", 0)), model="q")
+
+
+@pytest.mark.parametrize("variable", ["OPENAI_API_KEY", "VLLM_LIFETIME_TOKEN"])
+def test_a_key_with_a_newline_was_printed(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be stripped is; else it is refused without its value."""
+    monkeypatch.setenv(variable, "sk-secret\n")
+    with ScriptedServer() as server:
+        assert run_on(server, make_trace(chain("one", 0))).record.num_errors == 0
+        monkeypatch.setenv(variable, "sk-\u6728-secret")
+        with pytest.raises(ValueError, match=variable) as refused:
+            run_on(server, make_trace(chain("one", 0)))
+    assert "secret" not in str(refused.value)
+
+
+def test_a_session_with_a_space_at_its_end_could_not_be_sent() -> None:
+    with ScriptedServer() as server:
+        assert run_on(server, make_trace(chain("one ", 0))).record.num_errors == 0
+    assert server.calls[0].session_id is None and server.calls[0].body["session_id"] == "one "

@@ -64,6 +64,21 @@ def test_a_page_that_has_no_counters(text: str) -> None:
     assert parse_counters(text) is None
 
 
+def test_counters_that_went_back_were_figures() -> None:
+    before, after = parse_counters(counters(300, 100, {"hbm": 100})), parse_counters(counters(20, 0, {"hbm": 0}))
+    assert before is not None and after is not None
+    counts = counts_between(before, after)
+    record = recorded(answered(0, 20, 0, 1.0, [1.5]))
+    assert counts.went_back and summarize(record, counts, 1)["hit_tokens_by_source"] is None
+    assert ["went back" in problem for problem in find_problems(record, counts)] == [True]
+
+
+def test_numbers_that_are_none_are_no_counters() -> None:
+    text = "# TYPE vllm:a counter\nvllm:a_total NaN\n# TYPE vllm:b counter\nvllm:b_total +Inf\n"
+    assert parse_counters(text) is None
+    assert parse_counters(text + counters(10, 0, {})) == parse_counters(counters(10, 0, {}))
+
+
 def test_latencies_by_hand() -> None:
     record = recorded(answered(0, 10, 0, 1.0, [1.5, 1.6, 1.8]), answered(1, 10, 5, 2.0, [2.1]))
     record.requests.append(RequestRecord("s", 2, "agent", 10, 3.0, 3.0, [3.2, 3.3], 3.5, error="500"))

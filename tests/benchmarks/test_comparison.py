@@ -377,6 +377,42 @@ def test_a_recording_with_small_blocks_was_too_long_for_every_system(tmp_path: P
     work.plan.check_fits(ServerSettings.max_model_len)
 
 
+def test_an_early_interrupt_overwrote_earlier_results(tmp_path: Path) -> None:
+    work = work_of(REGIMES["uniform"], workflows=2, seed=0, path=None, format="jsonl")
+    (tmp_path / "fits.json").write_text("from before")
+    budget = Budget(100, BLOCK_BYTES, 0.125, 0.25)
+    comparison = main.Comparison(REGIMES["fits"], work, ServerSettings(), budget, ["vllm"], 0, tmp_path, tmp_path)
+    assert comparison.write() is True
+    assert [path.name for path in tmp_path.iterdir()] == ["fits.json"] and (tmp_path / "fits.json").read_text() == "from before"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"workload": 3}'])
+def test_a_foreign_file_was_a_traceback(tmp_path: Path, text: str) -> None:
+    (tmp_path / "notes.json").write_text("{}")
+    told = CliRunner().invoke(main.app, ["table", str(tmp_path)])
+    assert told.exit_code == 2 and "has no results" in told.output
+    (tmp_path / "fits.json").write_text(text)
+    told = CliRunner().invoke(main.app, ["table", str(tmp_path)])
+    assert told.exit_code == 2 and "is no result of a comparison" in told.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--capacity", "inf"],
+        ["run", "--host-share", "inf"],
+        ["run", "--seed", "-1"],
+        ["run", "--model-hidden", "65"],
+        ["overhead", "--concurrency", "1,,3"],
+        ["overhead", "--concurrency", "0"],
+    ],
+)
+def test_a_number_without_meaning_was_a_traceback(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = CliRunner().invoke(main.app, arguments)
+    assert told.exit_code == 2 and "Traceback" not in told.output and isinstance(told.exception, SystemExit)
+
+
 def test_systems_take_turns_without_being_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is started once, in a folder of its own, and ended; one that does not start is left out. No turn repeats a prompt."""
     up: list[str] = []

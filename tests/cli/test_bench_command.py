@@ -152,3 +152,46 @@ def test_what_cannot_be_is_said_in_a_sentence(
     assert code == 2
     assert sentence in output and output.startswith("Error: ") and output.count("\n") == 1
     assert not server.calls, "something was sent"
+
+
+def test_a_table_that_cannot_be_printed_took_the_report_along(
+    trace_file: Path, server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Standard output is full; then the report cannot be written, and the plot is drawn all the same."""
+
+    def full(width: int | None = None) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench, "results_console", full)
+    arguments = [str(trace_file), "--format", "jsonl", "--base-url", server.url]
+    code, output = run(*arguments, "--json", str(tmp_path / "a.json"), "--time-limit-s", "inf")
+    assert code == 1 and "the table could not be printed" in output and "No space left" in output
+
+    def refuse(text: str) -> None:
+        raise ValueError(text)
+
+    report = json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse)
+    assert report["summary"]["requests_served"] == 8 and report["settings"]["time_limit_s"] is None
+    plot_file = tmp_path / "b.png"
+    code, output = run(*arguments, "--json", "/dev/full", "--plot", str(plot_file))
+    assert code == 1 and "the report could not be written to '/dev/full'" in output
+    assert plot_file.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", ["report", "report.xyz", "report.json"])
+def test_a_plot_of_another_name_was_lost(trace_file: Path, server: ScriptedServer, tmp_path: Path, name: str) -> None:
+    code, output = run(str(trace_file), "--format", "jsonl", "--base-url", server.url, "--plot", str(tmp_path / name))
+    assert code == 2 and ".png" in output and not server.calls
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [("--tokens-per-block", "100000000000", "no more than"), ("--vocabulary-size", "1" + "0" * 24, "there can be")],
+)
+def test_a_scale_beyond_all_memory_was_a_traceback(
+    trace_file: Path, server: ScriptedServer, option: str, value: str, told: str
+) -> None:
+    server.max_model_len = None
+    code, output = run(str(trace_file), "--format", "jsonl", "--base-url", server.url, option, value)
+    assert code == 2 and told in " ".join(output.split()) and not server.calls

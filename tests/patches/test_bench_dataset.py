@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -107,6 +108,23 @@ def test_a_request_that_is_not_sent_was_too_long(trace_path: Path, monkeypatch: 
     assert len(found) == 2
     with pytest.raises(SystemExit, match="--agent-trace-tokens-per-block 12"):
         samples(trace_path)
+
+
+def test_the_first_model_s_context_was_taken_for_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = {"data": [{"id": "other", "max_model_len": 100_000}, {"id": "mine", "max_model_len": 50}]}
+    asked: list[str] = []
+
+    def get(url: str, **more: Any) -> httpx.Response:
+        asked.append(url)
+        return httpx.Response(200, json=cards)
+
+    monkeypatch.setattr(agent_trace.httpx, "get", get)
+    install()
+    assert agent_trace._max_model_len(parse("--base-url", "http://server/", "--model", "mine")) == 50
+    assert agent_trace._max_model_len(parse("--model", "folder", "--served-model-name", "mine")) == 50
+    assert agent_trace._max_model_len(parse()) == 100_000
+    assert agent_trace._max_model_len(parse("--model", "unknown")) is None
+    assert asked[0] == "http://server/v1/models"
 
 
 def test_other_datasets_are_touched() -> None:

@@ -93,6 +93,8 @@ def read_samples(args: argparse.Namespace, sample_request: Callable[..., Sample]
         raise ValueError("--dataset-name agent_trace needs a trace: give --dataset-path")
     if args.backend not in BACKENDS:
         raise ValueError(f"agent_trace sends token ids: --backend must be {' or '.join(BACKENDS)}, not {args.backend}")
+    if args.num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, not {args.num_prompts}")
     plan = make_plan(
         read_trace(args.dataset_path, args.agent_trace_format),
         tokens_per_block=args.agent_trace_tokens_per_block,
@@ -128,7 +130,7 @@ def read_samples(args: argparse.Namespace, sample_request: Callable[..., Sample]
 def _max_model_len(args: argparse.Namespace) -> int | None:
     """What the server says that it takes; None where it does not say. Whether it can be reached is for vLLM to find out."""
     key = os.environ.get("OPENAI_API_KEY")
-    base_url = args.base_url or f"http://{args.host}:{args.port}"
+    base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
     try:
         answer = httpx.get(
             f"{base_url}/v1/models",
@@ -136,7 +138,9 @@ def _max_model_len(args: argparse.Namespace) -> int | None:
             verify=not args.insecure,
             timeout=10.0,
         )
-        length = answer.json()["data"][0]["max_model_len"]
+        cards = {card["id"]: card["max_model_len"] for card in reversed(answer.json()["data"])}
+        name = args.served_model_name or args.model or answer.json()["data"][0]["id"]
+        length = cards[name]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
         return None
     return length if isinstance(length, int) else None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's counters of `/metrics`, and how far they moved in a run."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -40,6 +41,12 @@ class ServerCounts:
             return None
         return (self.prefix_hit_tokens + (self.external_hit_tokens or 0)) / self.prefix_queries_tokens
 
+    @property
+    def went_back(self) -> bool:
+        """Whether a counter is lower than before: the server was started anew in between, and none of this means anything."""
+        numbers = (self.prompt_tokens, self.prefix_queries_tokens, self.prefix_hit_tokens, self.external_hit_tokens)
+        return any((number or 0) < 0 for number in (*numbers, self.preemptions, *self.hit_tokens_by_tier.values()))
+
     def as_json(self) -> dict[str, Any]:
         """All of it, with the hit rate."""
         return {**asdict(self), "hit_rate": self.hit_rate}
@@ -53,7 +60,7 @@ def parse_counters(text: str) -> Counters | None:
             for family in text_string_to_metric_families(text)
             if family.name.startswith("vllm:")
             for sample in family.samples
-            if sample.name.endswith(("_total", "_sum", "_count"))
+            if sample.name.endswith(("_total", "_sum", "_count")) and math.isfinite(sample.value)
         }
     except ValueError:
         return None

@@ -172,7 +172,8 @@ class Driver:
         finally:
             self._in_flight -= 1
         if record.error is None and record.output_tokens != request.output_tokens:
-            record.error = f"asked for {request.output_tokens} tokens, got {record.output_tokens}"
+            got = f"got {record.output_tokens}" if record.has_usage else "and the answer does not say how many it has (`usage`)"
+            record.error = f"asked for {request.output_tokens} tokens, {got}"
         self.record.end_request(record)
         if record.error is not None:
             of.has_failed = True

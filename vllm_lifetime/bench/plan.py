@@ -13,6 +13,10 @@ from vllm_lifetime.traces.schema import Trace, TraceRequest, TraceSession
 __all__ = ["Plan", "PlanError", "PlannedRequest", "PlannedSession", "make_plan"]
 
 
+MAX_TOKENS = 1 << 24
+"""Of one request: more than any model takes, and few enough to be held in memory."""
+
+
 class PlanError(ValueError):
     """A trace cannot be replayed as asked; the message says what to change."""
 
@@ -116,6 +120,13 @@ def make_plan(
         raise PlanError(f"{trace.name}: a block id is negative")
     tokens = TokenSource(size, largest, first_token, vocabulary_size, seed)
     sessions = tuple(_plan_session(session, index, size, trace.block_size_tokens) for index, session in enumerate(chosen))
+    for session in sessions:
+        for request in session.requests:
+            if request.prompt_tokens + request.output_tokens > MAX_TOKENS:
+                raise PlanError(
+                    f"request {request.index} of session {session.trace.session_id!r} has {request.prompt_tokens:,} tokens of "
+                    f"prompt and {request.output_tokens:,} of output; no more than {MAX_TOKENS:,} can be sent. Scale them down"
+                )
     return Plan(trace.name, sessions, tokens, trace.block_size_tokens)
 
 

@@ -64,9 +64,9 @@ def plot_run(record: RunRecord, path: Path, title: str) -> None:
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
     figure.axes[1].set_ylabel("share at most")
-    figure.suptitle(title)
+    figure.suptitle(title.replace("$", r"\$"))
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        figure.savefig(temporary, dpi=120, format="png")
 
 
 def _draw_hit_rate(axes: "Axes", record: RunRecord) -> None:

@@ -25,6 +25,8 @@ class RequestRecord:
     output_tokens: int = 0
     cached_tokens: int | None = None
     """Of the prompt, as the server's usage has it; None where it does not say."""
+    has_usage: bool = False
+    """Whether the answer said how many tokens it has."""
     token_ids: list[int] = field(default_factory=list)
     """What was generated; empty unless it was asked for."""
     error: str | None = None

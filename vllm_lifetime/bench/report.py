@@ -46,6 +46,8 @@ def latencies(record: RunRecord) -> dict[str, list[float]]:
 
 def summarize(record: RunRecord, counts: ServerCounts | None, num_sessions: int) -> dict[str, Any]:
     """The figures of a run of `num_sessions` planned sessions. A figure of which nothing was measured is None."""
+    if counts is not None and counts.went_back:
+        counts = None
     done = [request for request in record.requests if request.is_done]
     output_tokens = sum(request.output_tokens for request in done)
     wall_s = record.wall_s or float("nan")
@@ -113,6 +115,8 @@ def find_problems(record: RunRecord, counts: ServerCounts | None) -> list[str]:
 
 
 def _disagreements(record: RunRecord, counts: ServerCounts | None) -> list[str]:
+    if counts is not None and counts.went_back:
+        return ["The server's counters went back: was it started anew in between? What they say is left out."]
     if counts is None or counts.hit_rate is None:
         return ["The server has no counters of its prefix cache to compare with." if record.requests else "Nothing was sent."]
     problems = []
@@ -160,7 +164,7 @@ def build_report(
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
     """Write the report. Raises OSError."""
-    write_text(path, json.dumps(report, separators=(",", ":"), ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(report, separators=(",", ":")) + "\n")
 
 
 def make_table(summary: Mapping[str, Any]) -> "Table":

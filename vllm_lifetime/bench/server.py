@@ -2,10 +2,11 @@
 """The server under test: what it says of itself, its counters, and one streamed completion."""
 
 import asyncio
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,6 +27,8 @@ ANSWER_TIMEOUT_S = 30.0
 """For everything but completions."""
 PROBE_TIMEOUT_S = 5.0
 METRICS_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 1.0
+"""For the end of an answer after its last event."""
 SETTLING_S = 0.25
 """Counters that have not moved for so long have settled."""
 SHOWN_CHARACTERS = 200
@@ -50,14 +53,16 @@ class BenchServer:
     """Asks one server. An async context manager; one event loop."""
 
     def __init__(self, base_url: str, request_timeout_s: float, *, keeps_token_ids: bool = False) -> None:
-        """Use the server at `base_url`, its root. A request may take `request_timeout_s` in all. Raises `ValueError`: no URL.
+        """Use the server at `base_url`, its root. A request may take `request_timeout_s` in all.
+
+        Raises `ValueError`: no URL, or a key or token in the environment that no header can hold.
 
         `keeps_token_ids`: ask for the ids of the generated tokens (vLLM's `return_token_ids`), and record them.
         """
         self.url = str(read_server_url(base_url)).rstrip("/")
         self._keeps_token_ids = keeps_token_ids
         self._request_timeout_s = request_timeout_s
-        key = os.environ.get(API_KEY_VARIABLE)
+        key = _secret(API_KEY_VARIABLE)
         self._http = httpx.AsyncClient(
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=min(request_timeout_s, ANSWER_TIMEOUT_S)),
@@ -82,14 +87,19 @@ class BenchServer:
         answer = await self._get("/v1/models")
         if answer.status_code in (401, 403):
             raise ServerError(f"{self.url} does not let us in: set {API_KEY_VARIABLE} to its API key")
+        if answer.is_redirect:
+            raise ServerError(f"{self.url} sends us on to {_short(answer.headers.get('location', ''))}: give that server's URL")
         try:
             models = {card["id"]: card.get("max_model_len") for card in answer.json()["data"]}
+            if not all(isinstance(name, str) for name in models):
+                raise TypeError("a model's id is not text")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ServerError(
                 f"{self.url} is no OpenAI-compatible server: /v1/models answers {answer.status_code} {_short(answer.text)}"
             ) from None
         if not models or (model is not None and model not in models):
-            raise ServerError(f"{self.url} does not serve {model or 'any model'!r}; it serves {', '.join(models) or 'none'}")
+            wanted = "any model" if model is None else repr(model)
+            raise ServerError(f"{self.url} does not serve {wanted}; it serves {', '.join(models) or 'none'}")
         name = model or next(iter(models))
         length = models[name]
         return ServerInfo(
@@ -142,7 +152,7 @@ class BenchServer:
             return None
 
     async def _has_lifetime(self) -> bool:
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = _secret(TOKEN_VARIABLE)
         headers = {"authorization": f"Bearer {token}"} if token else {}
         answer = await self._get("/lifetime/v1/health", headers)
         if answer.status_code in (401, 403):
@@ -150,7 +160,7 @@ class BenchServer:
                 f"{self.url} does not take our boundaries: set {TOKEN_VARIABLE} to its token, or use --boundaries off"
             )
         try:
-            return "status" in answer.json()
+            return answer.status_code == httpx.codes.OK and "status" in answer.json()
         except (ValueError, TypeError):
             return False
 
@@ -208,22 +218,28 @@ class BenchServer:
                 record.error = f"{answer.status_code} {_short(answer.text)}".strip()
                 return
             is_complete = False
-            async for line in answer.aiter_lines():
+            other = ""
+            lines = _lines(answer)
+            async for line in lines:
                 if not line.startswith("data:"):
+                    other = (other + " " + line)[:SHOWN_CHARACTERS] if line else other
                     continue
                 data = line[5:].strip()
                 if data == "[DONE]":
                     is_complete = True
+                    await _read_on(lines)
                     break
                 self._read_event(data, record, clock())
             if record.error is None and not is_complete:
-                record.error = "the answer ends before its end"
+                told = f"; it is no stream of events: {_short(other)}" if other else ""
+                record.error = f"the answer ends before its end{told}"
 
     def _read_event(self, data: str, record: RequestRecord, now_s: float) -> None:
         try:
             event = json.loads(data)
-            if "error" in event:
-                record.error = _short(str(event["error"].get("message") or event["error"]))
+            error = event.get("error")
+            if error is not None:
+                record.error = _short(str((error.get("message") if isinstance(error, dict) else None) or error))
                 return
             if event.get("choices"):
                 record.chunk_s.append(now_s)
@@ -232,11 +248,46 @@ class BenchServer:
             usage = event.get("usage")
             if usage:
                 record.output_tokens = int(usage["completion_tokens"])
+                record.has_usage = True
+                counted = usage.get("prompt_tokens")
+                if counted is not None and int(counted) != record.prompt_tokens:
+                    record.error = f"the server counts {int(counted)} tokens of prompt, where {record.prompt_tokens} were sent"
                 details = usage.get("prompt_tokens_details")
                 if details is not None and details.get("cached_tokens") is not None:
-                    record.cached_tokens = int(details["cached_tokens"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            record.error = f"an event of the stream cannot be read: {type(error).__name__} in {_short(data)}"
+                    cached = int(details["cached_tokens"])
+                    if 0 <= cached <= record.prompt_tokens:
+                        record.cached_tokens = cached
+                    else:
+                        record.error = f"the server says that {cached} of {record.prompt_tokens} tokens of prompt were cached"
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
+            record.error = f"an event of the stream cannot be read: {type(problem).__name__} in {_short(data)}"
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """The lines of an answer. Only a line feed ends one: JSON may hold U+2028 and others that `str.splitlines` splits at."""
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+async def _read_on(lines: AsyncIterator[str]) -> None:
+    """Read what follows the last event: a connection is used again only after its answer's end."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_TIMEOUT_S):
+            async for _ in lines:
+                pass
+
+
+def _secret(variable: str) -> str | None:
+    """What the environment has under this name. Raises `ValueError`, without its value, where no header can hold it."""
+    value = (os.environ.get(variable) or "").strip()
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{variable} has characters that a header cannot hold; set it to the key alone")
+    return value or None
 
 
 def describe(error: Exception) -> str:

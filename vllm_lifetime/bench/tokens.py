@@ -14,6 +14,8 @@ FIRST_TOKEN = 16
 VOCABULARY_SIZE = 1000
 """Token ids below this are used, unless told otherwise: every model has them."""
 
+MAX_VOCABULARY_SIZE = 1 << 31
+
 _GAMMA, _MULTIPLY_1, _MULTIPLY_2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _BLOCK_STREAM, _TAIL_STREAM, _SHIFT_STREAM = range(3)
 
@@ -43,6 +45,8 @@ class TokenSource:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` if ids cannot be told apart: too few tokens a block, or too few in the vocabulary."""
+        if self.vocabulary_size > MAX_VOCABULARY_SIZE:
+            raise ValueError(f"--vocabulary-size {self.vocabulary_size} is more than the {MAX_VOCABULARY_SIZE:,} there can be")
         if not 0 <= self.first_token <= self.vocabulary_size - 2:
             raise ValueError(
                 f"--first-token {self.first_token} and --vocabulary-size {self.vocabulary_size} leave fewer than two token ids"

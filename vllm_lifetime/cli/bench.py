@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,7 +78,7 @@ def bench(
     Exit code 1: some of it failed, and what was measured is written all the same; 2: something asked for cannot be.
     """
     settings: dict[str, Any] = {
-        name: str(value) if isinstance(value, Path) else value for name, value in locals().items() if name not in ("json", "plot")
+        name: _setting(value) for name, value in locals().items() if name not in ("json", "plot")
     }
     from rich.console import Console
 
@@ -91,6 +92,8 @@ def bench(
     try:
         check_outputs([json, plot], [path])
         if plot is not None:
+            if plot.suffix.lower() != ".png":
+                raise ValueError(f"--plot draws a .png; {plot.name!r} must end so")
             import matplotlib  # noqa: F401  found out before the run
         plan = make_plan(
             read_trace(path, format),
@@ -112,31 +115,38 @@ def bench(
                 keeps_token_ids=token_ids,
                 on_change=progress.update,
             )
-        _tell(outcome, plan.name, len(plan.sessions), settings, json, plot)
     except (ServerError, ValueError, OSError) as error:
         fail(str(error), REFUSED)
     except ImportError as error:
         typer.echo(NO_MATPLOTLIB.format(error), err=True)
         raise typer.Exit(REFUSED) from None
-    failure = _failure(outcome)
+    failures = _tell(outcome, plan.name, len(plan.sessions), settings, json, plot)
+    failure = _failure(outcome, was_interrupted)
     if failure is not None:
-        fail(failure, INTERRUPTED if was_interrupted else FAILED)
+        failures.append(failure)
+    if failures:
+        fail("; ".join(failures), INTERRUPTED if was_interrupted else FAILED)
 
 
-def _tell(outcome: Outcome, name: str, num_sessions: int, settings: dict[str, Any], json: Path | None, plot: Path | None) -> None:
+def _setting(value: Any) -> Any:
+    """An option as JSON has it: what is without a limit is null."""
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
+
+def _tell(
+    outcome: Outcome, name: str, num_sessions: int, settings: dict[str, Any], json: Path | None, plot: Path | None
+) -> list[str]:
+    """Write the report, draw, print: each of them whatever becomes of the others. Returns what failed, a sentence each."""
     from vllm_lifetime.bench.report import build_report, find_problems, make_table, summarize, write_report
 
+    failures: list[str] = []
     summary = summarize(outcome.record, outcome.counts, num_sessions)
     problems = find_problems(outcome.record, outcome.counts)
     if outcome.boundaries_lost:
         problems.append(f"The server did not take {outcome.boundaries_lost:,} of the boundaries.")
     info = outcome.info
-    console = results_console()
-    console.print(f"{name} on {info.model}, {outcome.record.wall_s:,.1f} s", soft_wrap=True, markup=False)
-    console.print(make_table(summary))
-    for problem in problems:
-        console.print(f"Note: {problem}", soft_wrap=True, markup=False)
     if json is not None:
         server = {
             "model": info.model,
@@ -146,14 +156,29 @@ def _tell(outcome: Outcome, name: str, num_sessions: int, settings: dict[str, An
             "boundaries_sent": outcome.boundaries_sent,
             "boundaries_lost": outcome.boundaries_lost,
         }
-        write_report(build_report(outcome.record, summary, problems, outcome.counts, settings, server), json)
+        try:
+            write_report(build_report(outcome.record, summary, problems, outcome.counts, settings, server), json)
+        except (OSError, ValueError) as error:
+            failures.append(f"the report could not be written to {str(json)!r}: {error}")
     if plot is not None:
         from vllm_lifetime.bench.plots import plot_run
 
-        plot_run(outcome.record, plot, f"{name} on {info.model}")
+        try:
+            plot_run(outcome.record, plot, f"{name} on {info.model}")
+        except (OSError, ValueError, ImportError) as error:
+            failures.append(f"the plot could not be drawn into {str(plot)!r}: {error}")
+    try:
+        console = results_console()
+        console.print(f"{name} on {info.model}, {outcome.record.wall_s:,.1f} s", soft_wrap=True, markup=False)
+        console.print(make_table(summary))
+        for problem in problems:
+            console.print(f"Note: {problem}", soft_wrap=True, markup=False)
+    except (OSError, ValueError) as error:
+        failures.append(f"the table could not be printed: {error}")
+    return failures
 
 
-def _failure(outcome: Outcome) -> str | None:
+def _failure(outcome: Outcome, was_interrupted: bool) -> str | None:
     """Why the run is not what was asked for, in a sentence; None if it is."""
     record = outcome.record
     ended = sum(session.latency_s is not None for session in record.sessions)
@@ -165,4 +190,6 @@ def _failure(outcome: Outcome) -> str | None:
             f"{record.num_errors} of {len(record.requests)} requests failed, each with the rest of its session; the first, "
             f"request {first.index} of session {first.session_id!r}, with: {first.error}"
         )
+    if was_interrupted:
+        return "interrupted after the last answer, before the server's counters had settled"
     return None

@@ -422,7 +422,7 @@ def request_fields(
     if not isinstance(session_id, str | None):
         _warn_once(f"a request goes without its session: the id is a {type(session_id).__name__}, not a string")
     elif session_id:
-        if session_id.isascii() and session_id.isprintable():
+        if session_id.isascii() and session_id.isprintable() and session_id == session_id.strip():
             headers["X-Session-ID"] = session_id
         else:  # a header cannot say it
             body["session_id"] = session_id
