@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No command writes over what it reads, or finds out after its work that it cannot write."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,20 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder; give the name of a file"):
         check_outputs([tmp_path])
     check_outputs([tmp_path / "new.json", None], [None, tmp_path / "missing"])
+
+
+def test_one_file_for_two_outputs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a.json")
+    for other in ("a.json", "link"):
+        with pytest.raises(ValueError, match="is named for two outputs, of which one would overwrite the other"):
+            check_outputs([tmp_path / "a.json", tmp_path / other])
+    check_outputs([tmp_path / "a.json", tmp_path / "b.json"])
+    check_outputs([Path("/dev/null"), Path("/dev/null")])
+
+
+def test_a_folder_that_takes_no_file_is_found_out_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old.json").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name == "old.json")
+    with pytest.raises(ValueError, match=r"new.json' cannot be written, since its folder takes no new file"):
+        check_outputs([tmp_path / "new.json"])
+    check_outputs([tmp_path / "old.json"])

@@ -136,7 +136,7 @@ def test_an_unknown_name_or_no_data_is_refused(make_workflows: Maker) -> None:
     data = TrainingData.of(make_workflows(4), make_workflows(2), 3, 0)
     with pytest.raises(ValueError, match="unknown predictor 'gpt'; known: graphsage"):
         train_predictor("gpt", data)
-    with pytest.raises(ValueError, match="nothing to train on"):
+    with pytest.raises(ValueError, match="nothing to stop training by: none of the validation workflows"):
         train_predictor("graphsage", TrainingData.of(make_workflows(4), [], 3, 0))
 
 

@@ -22,6 +22,10 @@ def trace(*sessions: TraceSession) -> Trace:
     return Trace("made up", 16, sessions)
 
 
+def test_an_endless_concurrency_takes_no_time() -> None:
+    assert make_schedule(trace(), 10**400).events == []
+
+
 def test_the_next_session_begins_when_one_has_ended_and_pauses_are_capped() -> None:
     long = TraceSession("long", (request(-1, 0.0), request(0, 100.0)))
     short = TraceSession("short", (request(-1, 2.0, 4.0),))

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our own trace format: whatever is written is read again; what is wrong is named."""
 
+import gzip
 import json
 import tempfile
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.traces.trace_testing import assert_same_traces
 from vllm_lifetime.traces.jsonl import write_jsonl
@@ -30,11 +33,16 @@ REQUEST = {
 }
 
 
+def prefix_ids(content: list[int]) -> NDArray[np.int64]:
+    """An id for each prefix of `content`, other prefixes having others."""
+    return np.array(list(accumulate(content, lambda prefix, block: 7 * prefix + block + 1, initial=0))[1:], np.int64)
+
+
 @st.composite
 def sessions(draw: st.DrawFn) -> TraceSession:
     requests = tuple(
         TraceRequest(
-            np.array(draw(st.lists(st.integers(0, 1 << 40) | st.integers(0, 5), max_size=8)), np.int64),
+            draw(st.lists(st.integers(0, 5), max_size=8).map(prefix_ids)),
             draw(st.integers(-1, index - 1)),
             draw(seconds),
             draw(seconds),
@@ -86,6 +94,9 @@ def test_blocks_may_be_ids_and_pairs(tmp_path: Path) -> None:
         ),
         ([HEADER, SESSION, REQUEST | {"gap_s": -1}], ":3: field 'gap_s': expected a number of at least 0, found -1"),
         ([HEADER, SESSION, REQUEST | {"service_s": float("nan")}], "'service_s'"),
+        ([HEADER, SESSION, REQUEST | {"gap_s": 10**400}], ":3: field 'gap_s': expected a number of at least 0, found 1000"),
+        ([HEADER | {"name": "\ud800"}], "field 'name': expected a non-empty string that UTF-8 can hold, found '\\ud800'"),
+        ([HEADER, SESSION, REQUEST | {"tool": "\udfff"}], "'tool': expected a string that UTF-8 can hold, or null"),
         ([HEADER, SESSION, REQUEST | {"blocks": [[1, -1]]}], "'blocks'"),
         ([HEADER, SESSION, REQUEST | {"blocks": [[0, 1 << 40]]}], "'blocks'"),
         ([HEADER, SESSION, REQUEST | {"blocks": "1"}], "'blocks'"),
@@ -112,3 +123,11 @@ def test_a_broken_archive_is_an_error(tmp_path: Path) -> None:
     for name in (broken, tmp_path / "missing.jsonl"):
         with pytest.raises(TraceError, match="cannot be read"):
             read_trace(name, "jsonl")
+
+
+def test_a_damaged_gz_is_an_error(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b"".join(b'{"n": %d}\n' % n for n in range(999))))
+    packed[40:60] = b"\xff" * 20
+    (tmp_path / "t.jsonl.gz").write_bytes(packed)
+    with pytest.raises(TraceError, match=r"t\.jsonl\.gz: cannot be read"):
+        read_trace(tmp_path / "t.jsonl.gz", "jsonl")

@@ -142,6 +142,26 @@ def test_a_folder_of_sessions(tmp_path: Path) -> None:
     assert len(read_trace(tmp_path, "kv-cache-tester").sessions) == 1
 
 
+def test_endless_token_counts_are_refused_and_take_no_memory(tmp_path: Path) -> None:
+    says = "a prompt must have fewer than 16777216 blocks"
+    with pytest.raises(TraceError, match=f"fields 'tool_tokens' and 'system_tokens': {says}"):
+        read_kv(tmp_path, kv_session([kv_request(0, [1])], tool_tokens=10**12))
+    row = {"sid": "s", "events": [llm(3.0, 4.0, 0, 1 << 52)]}
+    with pytest.raises(TraceError, match=f"field 'usage': {says}"):
+        read_trace(lines(tmp_path / "c.jsonl", row), "claude-code")
+    row = {"sid": "s", "events": [{"kind": "llm", "t": 1.0, "in": 1 << 52, "out": 1}]}
+    with pytest.raises(TraceError, match=f"field 'in': {says}"):
+        read_trace(lines(tmp_path / "c.jsonl", row), "codex")
+    row = {"task": "t", "seq": ["a", "b"], "prompt_tokens": [1 << 52], "completion_tokens": [4], "desc_chars": 4}
+    with pytest.raises(TraceError, match=says):
+        read_trace(lines(tmp_path / "m.jsonl", row), "mapcoder")
+
+
+def test_a_file_that_is_no_archive_says_to_check_the_format(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"as kv-cache-tester has; check the file and its --format"):
+        read_trace(lines(tmp_path / "m.jsonl", {"timestamp": 0}), "kv-cache-tester")
+
+
 def lines(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

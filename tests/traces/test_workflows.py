@@ -46,6 +46,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         ('{"task": "t", "agents": ["a", 1]}', "line 2: an agent in 'agents' must be a name"),
         ('{"task": "t", "agents": ["<END>"]}', "line 2: an agent in 'agents' must be a name other than <END>"),
         ('{"agents": ["a"]}', "line 2: 'task' must name the task"),
+        (r'{"task": "\ud800", "agents": ["a"]}', "line 2: 'task' must name the task"),
+        (r'{"task": "t", "agents": ["\ud800"]}', "line 2: an agent in 'agents' must be a name"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -85,13 +87,22 @@ def test_wrong_hidden_states_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", x=np.zeros((2, 2)))
     np.savez(tmp_path / "nan.npz", hidden=np.full((2, 2), np.nan))
     np.savez(tmp_path / "pickle.npz", hidden=np.array([{}, {}], dtype=object))
+    np.savez(tmp_path / "complex.npz", hidden=np.full((2, 2), 1j))
+    np.save(tmp_path / "array.npy", np.zeros((2, 2)))
+    np.savez_compressed(tmp_path / "damaged.npz", hidden=np.random.default_rng(0).random((2, 200)))
+    damaged = bytearray((tmp_path / "damaged.npz").read_bytes())
+    damaged[200:260] = b"\xff" * 60
+    (tmp_path / "damaged.npz").write_bytes(damaged)
     (tmp_path / "text.npz").write_text("hello")
     for name, message in [
         ("short.npz", r"shape \(1, 2\), but the workflows have 2"),
         ("other.npz", "no array named 'hidden'"),
         ("nan.npz", "not finite"),
         ("pickle.npz", "cannot be read as .npz"),
-        ("text.npz", "cannot be read as .npz"),
+        ("text.npz", "cannot be read as .npz: it is no such archive, or damaged; write one by numpy.savez"),
+        ("array.npy", "cannot be read as .npz: it is no such archive, or damaged; write one by numpy.savez"),
+        ("complex.npz", "'hidden' holds elements of type complex128, not real numbers"),
+        ("damaged.npz", "cannot be read as .npz"),
         ("absent.npz", "cannot be read as .npz"),
     ]:
         with pytest.raises(WorkflowFileError, match=message):

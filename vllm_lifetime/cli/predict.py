@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from vllm_lifetime.prediction.evaluation import Measurement
+    from vllm_lifetime.prediction.samples import Split
     from vllm_lifetime.traces.workflows import AgentWorkflow
 
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="File of workflows: JSON Lines, plain or .xz.")]
@@ -61,21 +63,22 @@ def train(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from vllm_lifetime.prediction.model_names import MODEL_NAMES, SERVING_MODELS
+
+    if model not in SERVING_MODELS:
+        known = "is only for comparison" if model in MODEL_NAMES else "is unknown"
+        raise typer.BadParameter(f"{model!r} {known}; those that serve: {', '.join(SERVING_MODELS)}", param_hint="--model")
     _check(out, path, hidden_states)
     workflows, hidden = _read(path, format, hidden_states)
+    split = _split(workflows, seed, test=0.0)
     _need_training_libraries()
+    # All that can be refused has been: these take seconds.
     from vllm_lifetime.prediction.evaluation import score_predictor
     from vllm_lifetime.prediction.export import export_predictor
-    from vllm_lifetime.prediction.models.registry import MODELS, TrainingData, train_predictor
-    from vllm_lifetime.prediction.samples import split_by_task
+    from vllm_lifetime.prediction.models.registry import TrainingData, train_predictor
 
-    serving = [name for name, spec in MODELS.items() if spec.serves]
-    if model not in serving:
-        known = "is only for comparison" if model in MODELS else "is unknown"
-        raise typer.BadParameter(f"{model!r} {known}; those that serve: {', '.join(serving)}", param_hint="--model")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     try:
-        split = split_by_task(workflows, seed, test=0.0)
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task(f"training {model}", total=None)
             data = TrainingData.of(
@@ -94,7 +97,7 @@ def train(
         export_predictor(predictor, out)
     except (OSError, ValueError) as error:
         fail(str(error))
-    shown = ", ".join(f"s{step + 1} {value:.3f}" for step, value in enumerate(accuracy))
+    shown = ", ".join(f"s{step + 1} {_shown(value)}" for step, value in enumerate(accuracy))
     typer.echo(f"Wrote {out}: {model} for {len(data.train.agents)} agents, from {len(split.train)} workflows.")
     typer.echo(f"Top-1 accuracy on the {len(split.validation)} workflows held out to stop by: {shown}")
 
@@ -112,18 +115,22 @@ def evaluate(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    _check(json_file, path, hidden_states)
-    workflows, hidden = _read(path, format, hidden_states)
-    _need_training_libraries()
-    from vllm_lifetime.prediction.evaluation import evaluate as measure_all
-    from vllm_lifetime.prediction.evaluation import report
-    from vllm_lifetime.prediction.models.registry import MODELS
+    from vllm_lifetime.prediction.model_names import MODEL_NAMES
 
-    names = list(MODELS) if models == "all" else [name.strip() for name in models.split(",") if name.strip()]
-    unknown = [name for name in names if name not in MODELS]
+    names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
+    if models == "all":
+        names = list(MODEL_NAMES)
+    unknown = [name for name in names if name not in MODEL_NAMES]
     if unknown or not names:
         wrong = ", ".join(unknown) if names else repr(models)
-        raise typer.BadParameter(f"unknown: {wrong}; known: {', '.join(MODELS)}", param_hint="--models")
+        raise typer.BadParameter(f"unknown: {wrong}; known: {', '.join(MODEL_NAMES)}", param_hint="--models")
+    _check(json_file, path, hidden_states)
+    workflows, hidden = _read(path, format, hidden_states)
+    _split(workflows, 0)
+    _need_training_libraries()
+    # All that can be refused has been: these take seconds.
+    from vllm_lifetime.prediction.evaluation import evaluate as measure_all
+    from vllm_lifetime.prediction.evaluation import report
 
     def save(done: Sequence[Measurement]) -> None:
         if json_file is not None:
@@ -166,6 +173,20 @@ def _read(path: Path, format: str, hidden_states: Path | None) -> tuple[list[Age
         fail(str(error))
 
 
+def _split(workflows: Sequence[AgentWorkflow], seed: int, test: float = 0.2) -> Split:
+    from vllm_lifetime.prediction.samples import split_by_task
+
+    try:
+        return split_by_task(workflows, seed, test=test)
+    except ValueError as error:
+        fail(str(error))
+
+
+def _shown(value: float, digits: int = 3) -> str:
+    """A figure, or `-` for a step that no workflow came to."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
 def _need_training_libraries() -> None:
     from importlib.util import find_spec
 
@@ -189,12 +210,12 @@ def _table(done: Sequence[Measurement], horizon: int, seeds: int) -> Table:
             table.add_section()
         accuracies = []
         for k, (mean, deviation) in enumerate(zip(row.accuracy_mean, row.accuracy_deviation, strict=True)):
-            text = f"{mean:.3f}±{deviation:.3f}"
+            text = "-" if math.isnan(mean) else f"{mean:.3f}±{deviation:.3f}"
             accuracies.append(f"[bold]{text}[/bold]" if mean == best[k] else text)
         table.add_row(
             f"{row.family} {row.variant}".strip(),
             "" if row.parameters is None else f"{row.parameters:,}",
             *accuracies,
-            " ".join(f"{mean:.2f}" for mean in row.log_loss_mean),
+            " ".join(_shown(mean, 2) for mean in row.log_loss_mean),
         )
     return table

@@ -22,6 +22,7 @@ WORKFLOWS_PER_SLOT = 4
 
 DEFAULT_CAPACITY = "0.1,0.2,0.35,0.5,0.7"
 DEFAULT_CONCURRENCY = 24
+MAX_CONCURRENCY = 100_000
 WORKLOAD_DEFAULTS = "hover 1.55 at 72, swebench 1.5 at 24, financebench 2.0 at 48"
 
 NO_MATPLOTLIB = "Error: --plot needs matplotlib, which is not installed ({}). Try: pip install matplotlib"
@@ -48,21 +49,28 @@ def replay(
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Sessions at a time; default: {DEFAULT_CONCURRENCY}, or the workload's own, see --capacity."),
+        typer.Option(
+            min=1,
+            max=MAX_CONCURRENCY,
+            help=f"Sessions at a time; default: {DEFAULT_CONCURRENCY}, or the workload's own, see --capacity.",
+        ),
     ] = None,
     idle_cap_s: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Longer pauses are cut to this.")] = 1800.0,
     train_share: Annotated[
         float, typer.Option(min=0, max=0.99, help="Share of the sessions that the models learn from and that are not measured.")
     ] = 0.0,
     predictor: Annotated[Path | None, typer.Option(help="File of a trained predictor; by default one learns online.")] = None,
-    seed: Annotated[int, typer.Option(help="For the choice of the sessions to train with, and for made-up workloads.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For the choice of sessions to train with, and for made-up workloads.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw hit rate over capacity into this .png; needs matplotlib.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Image of hit rate over capacity; PNG without a suffix. Needs matplotlib.")
+    ] = None,
 ) -> None:
     """Replay a trace through eviction policies and compare their hit rates. Exit code 2: something asked for cannot be."""
 
     from vllm_lifetime.prediction.predictor_file import PredictorFileError
     from vllm_lifetime.simulate.comparison import compare, make_table, plot_rows, write_rows
+    from vllm_lifetime.simulate.images import image_format
     from vllm_lifetime.simulate.policies import POLICY_NAMES
     from vllm_lifetime.simulate.scored import Models
     from vllm_lifetime.traces.source import TraceError
@@ -71,9 +79,12 @@ def replay(
         names = _policies(policies, POLICY_NAMES)
         own = None if workload is None else _own(workload)
         concurrency = concurrency or (own.concurrency if own else DEFAULT_CONCURRENCY)
-        capacity = capacity or (str(own.capacity) if own else DEFAULT_CAPACITY)
-        fractions = [_fraction(text) for text in capacity.split(",")]
+        if capacity is None:
+            capacity = str(own.capacity) if own else DEFAULT_CAPACITY
+        fractions = list(dict.fromkeys(_fraction(text) for text in capacity.split(",")))
         check_outputs([json, plot], [path, predictor])
+        if plot is not None:
+            image_format(plot)
         trace = _trace(path, format, own and own.name, workflows or WORKFLOWS_PER_SLOT * concurrency, seed)
         models = Models()
         if predictor is not None:
@@ -95,7 +106,7 @@ def replay(
             "hit rate (share of the gap from lru to belady)"
         )
         console = results_console()
-        console.print(title, soft_wrap=True)
+        console.print(title, soft_wrap=True, markup=False, emoji=False)
         console.print(make_table(rows))
         if json is not None:
             write_rows(rows, json)
@@ -114,7 +125,8 @@ def replay_sweep(
     workload: Annotated[str, typer.Option(help="hover, swebench or financebench.")] = "hover",
     policies: Annotated[str, typer.Option(help="Names with commas between them.")] = "lru,lifecycle,hierarchical,pbkv,lifetime",
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Workflows at a time; default: the workload's own, see --capacity.")
+        int | None,
+        typer.Option(min=1, max=MAX_CONCURRENCY, help="Workflows at a time; default: the workload's own, see --capacity."),
     ] = None,
     capacity: Annotated[
         float | None,
@@ -129,12 +141,14 @@ def replay_sweep(
     rho: Annotated[float, typer.Option(min=0, max=1, help="Aggressive prefetch; 0: conservative.")] = 0.0,
     processes: Annotated[int, typer.Option(min=1, help="Processes to use.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw hit rates into this .png; needs matplotlib.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image of the hit rates; PNG without a suffix. Needs matplotlib.")] = None,
 ) -> None:
     """Vary one parameter on a made-up workload, with a host tier for the policies that prefetch. Exit codes as `replay`."""
+    from rich.markup import escape
     from rich.table import Table
 
     from vllm_lifetime.prediction.predictor_file import PredictorFileError
+    from vllm_lifetime.simulate.images import image_format
     from vllm_lifetime.simulate.policies import POLICY_NAMES, Variant
     from vllm_lifetime.simulate.sweep import Sweep, plot_sweep, sweep, write_sweep
 
@@ -144,7 +158,7 @@ def replay_sweep(
         what = Sweep(
             workload=own.name,
             parameter=vary,
-            values=tuple(value.strip() for value in values.split(",")),
+            values=tuple(dict.fromkeys(value.strip() for value in values.split(","))),
             policies=_policies(policies, POLICY_NAMES),
             concurrency=concurrency,
             capacity=own.capacity if capacity is None else _fraction(str(capacity)),
@@ -154,8 +168,10 @@ def replay_sweep(
             variant=Variant(has_host=True, rho=rho),
         )
         check_outputs([json, plot])
+        if plot is not None:
+            image_format(plot)
         rows = sweep(what, processes)
-        table = Table("policy", *(f"{vary} {value}" for value in what.values))
+        table = Table("policy", *(escape(f"{vary} {value}") for value in what.values))
         for policy in what.policies:
             line = [row for row in rows if row.policy == policy]
             table.add_row(policy, *(f"{row.hit_rate:.2%} ±{100 * row.deviation:.2f}" for row in line))
@@ -174,7 +190,7 @@ def replay_sweep(
 
 
 def _policies(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in known:
             raise ValueError(f"unknown policy {name!r}; the policies are {', '.join(known)}")

@@ -5,10 +5,13 @@ A position counts at step k if the workflow had not ended before step k; END cou
 its own training.
 """
 
+import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +31,7 @@ LOWEST_PROBABILITY = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One predictor over all seeds; lists have an element for each of the K steps."""
+    """One predictor over all seeds; lists have an element for each of the K steps, NaN where no test workflow came so far."""
 
     name: str
     family: str
@@ -44,7 +47,7 @@ class Measurement:
 
 
 def score_predictor(predictor: TransitionPredictor, test: Samples) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Accuracy and log loss (nats) at each step, over all of `test`'s targets. Two arrays of length K."""
+    """Accuracy and log loss (nats) at each step, over `test`'s targets; NaN where there are none. Two arrays of length K."""
     right, loss = np.zeros(test.horizon), np.zeros(test.horizon)
     for row, prefix in enumerate(test.prefixes):
         forecast = predictor.predict([test.agents[i] for i in prefix], None if test.hidden is None else test.hidden[row])
@@ -52,7 +55,8 @@ def score_predictor(predictor: TransitionPredictor, test: Samples) -> tuple[NDAr
         counts = test.counts[row]
         right += counts[np.arange(test.horizon), probabilities.argmax(axis=1)]
         loss -= (counts * np.log(np.maximum(LOWEST_PROBABILITY, probabilities))).sum(axis=1)
-    counted = np.maximum(test.counts.sum(axis=(0, 2)), 1.0)
+    counted = test.counts.sum(axis=(0, 2))
+    counted = np.where(counted, counted, np.nan)
     return right / counted, loss / counted
 
 
@@ -118,10 +122,10 @@ class _Row:
             variant=MODELS[self.name].variant,
             parameters=self.parameters,
             seeds=len(self.accuracies),
-            accuracy_mean=np.mean(self.accuracies, axis=0).tolist(),
-            accuracy_deviation=np.std(self.accuracies, axis=0).tolist(),
-            log_loss_mean=np.mean(self.losses, axis=0).tolist(),
-            log_loss_deviation=np.std(self.losses, axis=0).tolist(),
+            accuracy_mean=_over_seeds(np.nanmean, self.accuracies),
+            accuracy_deviation=_over_seeds(np.nanstd, self.accuracies),
+            log_loss_mean=_over_seeds(np.nanmean, self.losses),
+            log_loss_deviation=_over_seeds(np.nanstd, self.losses),
             training_cpu_s=statistics.fmean(self.seconds),
         )
 
@@ -137,8 +141,23 @@ def report(done: Sequence[Measurement], workflows: Sequence[AgentWorkflow], hori
         "prefixes": len(make_samples(workflows, agents, horizon)),
         "agents": list(agents),
         "horizon": horizon,
-        "measurements": [asdict(measurement) for measurement in done],
+        "measurements": [
+            {name: _known(value) if isinstance(value, list) else value for name, value in asdict(measurement).items()}
+            for measurement in done
+        ],
     }
+
+
+def _known(values: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values]
+
+
+def _over_seeds(summarise: Callable[..., Any], values: Sequence[NDArray[np.float64]]) -> list[float]:
+    """Of each step, over the seeds that have targets for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # no seed has any
+        summary: list[float] = summarise(np.stack(values), axis=0).tolist()
+    return summary
 
 
 def _aligned(forecast: Forecast, agents: tuple[str, ...]) -> NDArray[np.float64]:

@@ -94,14 +94,16 @@ def split_by_task(workflows: Sequence[AgentWorkflow], seed: int, validation: flo
     order = np.random.default_rng(seed).permutation(len(tasks))
     num_validation, num_test = (max(1, round(share * len(tasks))) if share else 0 for share in (validation, test))
     if num_validation + num_test >= len(tasks):
-        raise ValueError(f"{len(tasks)} different task(s) are too few to split into training, validation and test")
+        parts = "training, validation and test" if test else "training and validation"
+        needed = 1 + bool(validation) + bool(test)
+        raise ValueError(f"{len(tasks)} different task(s) are too few to split into {parts}: at least {needed} are needed")
     side = {}
     for position, index in enumerate(order):
         side[tasks[index]] = 2 if position < num_test else 1 if position < num_test + num_validation else 0
-    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    sides: tuple[list[int], list[int], list[int]] = ([], [], [])
     for i, workflow in enumerate(workflows):
-        parts[side[workflow.task]].append(i)
-    return Split(*parts)
+        sides[side[workflow.task]].append(i)
+    return Split(*sides)
 
 
 def make_samples(

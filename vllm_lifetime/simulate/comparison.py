@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_lifetime.simulate.images import image_format
 from vllm_lifetime.simulate.policies import BELADY, replay_policy, train
 from vllm_lifetime.simulate.schedule import make_schedule, mean_final_context_blocks, split_trace
 from vllm_lifetime.simulate.scored import Models
@@ -16,9 +17,24 @@ from vllm_lifetime.whole_file import replacing, write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LRU", "WORKLOAD_CAPACITY", "ReplayRow", "compare", "gap_closed", "make_table", "plot_rows", "write_rows"]
+__all__ = [
+    "LRU",
+    "WORKLOAD_CAPACITY",
+    "ReplayRow",
+    "compare",
+    "count_capacity",
+    "gap_closed",
+    "make_table",
+    "plot_rows",
+    "write_rows",
+]
 
 LRU = "lru"
+
+MAX_CAPACITY_BLOCKS = 1 << 53
+
+SHOWN_GAP = 0.001
+"""Where less than this can be gained over LRU, a table gives no share of it: it would be a share of next to nothing."""
 
 WORKLOAD_CAPACITY = {"hover-langchain": 1.55, "swebench-autogen": 1.5, "financebench-crewai": 2.0}
 """The capacity, as a fraction, at which a made-up workload is in the paper's regime (docs/traces.md), at its own concurrency."""
@@ -28,14 +44,15 @@ WORKLOAD_CAPACITY = {"hover-langchain": 1.55, "swebench-autogen": 1.5, "financeb
 class ReplayRow:
     """One policy at one capacity.
 
-    `hit_rate` is the share of the prompts' blocks that were hit, `gap_closed` (policy - lru) / (belady - lru), None where the two
-    are the same. `overcommitted_requests` are longer than the capacity; each ran alone.
+    `hit_rate` is the share of the prompts' blocks that were hit, `gap` belady - lru, and `gap_closed` (policy - lru) / gap, None
+    where there is none. `overcommitted_requests` are longer than the capacity; each ran alone.
     """
 
     policy: str
     capacity_fraction: float
     capacity_blocks: int
     hit_rate: float
+    gap: float
     gap_closed: float | None
     sessions: int
     requests: int
@@ -46,6 +63,15 @@ class ReplayRow:
 def gap_closed(hit_rate: float, lru: float, belady: float) -> float | None:
     """How much of what could be gained over LRU a policy gains; None if nothing could."""
     return (hit_rate - lru) / (belady - lru) if belady > lru else None
+
+
+def count_capacity(fraction: float, whole: float, blocks: float) -> int:
+    """`blocks`, which are `fraction` of `whole`, as a whole number. Raises ValueError where they are none or endless."""
+    if blocks < 1:
+        raise ValueError(f"capacity {fraction:g} of {whole:.0f} blocks is less than one block")
+    if not blocks < MAX_CAPACITY_BLOCKS:
+        raise ValueError(f"capacity {fraction:g} is too large to be counted in blocks; give a smaller one, as in 0.35")
+    return int(blocks)
 
 
 def compare(
@@ -77,11 +103,11 @@ def compare(
     if not any(session.requests for session in trace.sessions):
         raise ValueError("no session is left to measure with")
     whole = concurrency * mean_final_context_blocks(trace)
+    if not whole:
+        raise ValueError(f"no prompt has a whole block of {trace.block_size_tokens} tokens, so there is nothing to cache")
     rows: list[ReplayRow] = []
     for fraction in capacity_fractions:
-        capacity_blocks = int(fraction * whole)
-        if capacity_blocks < 1:
-            raise ValueError(f"capacity {fraction:g} of {whole:.0f} blocks is less than one block")
+        capacity_blocks = count_capacity(fraction, whole, fraction * whole)
         # Who has to wait for room, and so the order of the accesses, depends on the capacity.
         schedule = make_schedule(trace, concurrency, idle_cap_s, capacity_blocks=capacity_blocks)
         bounds = {name: replay_policy(schedule, name, capacity_blocks) for name in (LRU, BELADY)}
@@ -92,6 +118,7 @@ def compare(
                 capacity_fraction=fraction,
                 capacity_blocks=capacity_blocks,
                 hit_rate=result.hit_rate,
+                gap=bounds[BELADY].hit_rate - bounds[LRU].hit_rate,
                 gap_closed=gap_closed(result.hit_rate, bounds[LRU].hit_rate, bounds[BELADY].hit_rate),
                 sessions=result.sessions,
                 requests=result.requests,
@@ -109,7 +136,7 @@ def write_rows(rows: Iterable[ReplayRow], path: Path) -> None:
 
 
 def make_table(rows: Sequence[ReplayRow]) -> "Table":
-    """Hit rate, and share of the gap closed, of each policy (down) at each capacity (across)."""
+    """Hit rate, and share of the gap closed, of each policy (down) at each capacity (across), and what is too long for it."""
     from rich.table import Table
 
     table = Table()
@@ -120,11 +147,15 @@ def make_table(rows: Sequence[ReplayRow]) -> "Table":
     for policy in dict.fromkeys(row.policy for row in rows):
         cells = {row.capacity_fraction: _cell(row) for row in rows if row.policy == policy}
         table.add_row(policy, *(cells.get(fraction, "-") for fraction, _ in capacities))
+    table.add_section()
+    # As many for every policy.
+    too_long = {row.capacity_fraction: row.overcommitted_requests for row in rows}
+    table.add_row("overcommitted", *(f"{too_long[fraction]:,}" for fraction, _ in capacities))
     return table
 
 
 def _cell(row: ReplayRow) -> str:
-    share = "-" if row.gap_closed is None else f"{row.gap_closed:.0%}"
+    share = "-" if row.gap_closed is None or row.gap < SHOWN_GAP else f"{row.gap_closed:.0%}"
     return f"{row.hit_rate:.2%} ({share})"
 
 
@@ -136,6 +167,7 @@ def plot_rows(rows: Sequence[ReplayRow], path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    format = image_format(path)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -145,8 +177,8 @@ def plot_rows(rows: Sequence[ReplayRow], path: Path, title: str) -> None:
         axes.plot([row.capacity_fraction for row in line], [100 * row.hit_rate for row in line], style, marker="o", label=policy)
     axes.set_xlabel("capacity (fraction of concurrency x mean final context)")
     axes.set_ylabel("hit rate (%)")
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        figure.savefig(temporary, dpi=120, format=format)

@@ -23,7 +23,11 @@ from numpy.typing import NDArray
 from vllm_lifetime.simulate.next_use_order import Steps, agreed_length, next_use_steps
 from vllm_lifetime.traces.schema import Trace, TraceRequest, TraceSession
 
-__all__ = ["Event", "EventKind", "Schedule", "make_schedule", "mean_final_context_blocks", "split_trace"]
+__all__ = ["MAX_CONCURRENCY", "Event", "EventKind", "Schedule", "make_schedule", "mean_final_context_blocks", "split_trace"]
+
+
+MAX_CONCURRENCY = 100_000
+"""Sessions at a time that a command takes."""
 
 
 class EventKind(enum.Enum):
@@ -103,7 +107,7 @@ def make_schedule(
     for index, session in enumerate(trace.sessions):
         if session.arrival_s is not None and session.requests:
             loop.begin(index, session.arrival_s)
-    for _ in range(concurrency):
+    for _ in range(min(concurrency, len(closed))):
         loop.begin_next(0.0)
     return Schedule(trace, list(loop))
 

@@ -9,15 +9,17 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vllm_lifetime.prediction.forecast import DEFAULT_HORIZON
 from vllm_lifetime.prediction.markov import MAX_ORDER
 from vllm_lifetime.prediction.online import OnlineMarkov
 from vllm_lifetime.prediction.serving import load_predictor
+from vllm_lifetime.simulate.comparison import count_capacity
 from vllm_lifetime.simulate.engine import ReplayResult
+from vllm_lifetime.simulate.images import image_format
 from vllm_lifetime.simulate.policies import Variant, replay_policy, train
-from vllm_lifetime.simulate.schedule import make_schedule, mean_final_context_blocks
+from vllm_lifetime.simulate.schedule import MAX_CONCURRENCY, make_schedule, mean_final_context_blocks
 from vllm_lifetime.simulate.scored import Models
 from vllm_lifetime.traces.generate import generate_workload
 from vllm_lifetime.whole_file import replacing, write_text
@@ -31,6 +33,9 @@ PARAMETERS = ("concurrency", "horizon", "gamma", "predictor", "noise", "rho")
 `noise` is lambda (Eq. 5); `rho` is the share of the capacity that aggressive prefetch may displace, 0 is conservative."""
 
 DEFAULT_PREDICTOR = f"markov{MAX_ORDER}"
+
+MAX_HORIZON = 16
+"""As far as `vllm-lifetime predict` looks."""
 
 TRAINING_SEEDS = 1000
 """Seeds from here on make the workflows that the models learn from."""
@@ -84,6 +89,8 @@ def sweep(what: Sweep, processes: int = 1) -> list[SweepRow]:
         raise ValueError(f"unknown parameter {what.parameter!r}; there are {', '.join(PARAMETERS)}")
     if what.seeds < 1:
         raise ValueError(f"there must be at least one seed, not {what.seeds}")
+    for value in what.values:
+        _vary(what, value)
     cells = list(product(what.values, range(what.seeds)))
     if processes > 1:
         with ProcessPoolExecutor(processes) as pool:
@@ -110,16 +117,28 @@ def sweep(what: Sweep, processes: int = 1) -> list[SweepRow]:
     return rows
 
 
-def _measure(what: Sweep, cell: tuple[str, int]) -> list[ReplayResult]:
-    """What each policy comes to at one value with one seed."""
-    value, seed = cell
+class _Varied(NamedTuple):
+    """What a value of the parameter makes of what could be varied."""
+
+    concurrency: int
+    variant: Variant
+    horizon: int
+    predictor: str
+
+
+def _vary(what: Sweep, value: str) -> _Varied:
+    """Raises ValueError where the value is none, or one that would take for ever."""
     concurrency, variant = what.concurrency, what.variant
     horizon, predictor = DEFAULT_HORIZON, DEFAULT_PREDICTOR
     match what.parameter:
         case "concurrency":
             concurrency = _number(value, int, "a whole number")
+            if concurrency > MAX_CONCURRENCY:
+                raise ValueError(f"the concurrency must be at most {MAX_CONCURRENCY}, it is {value:.40}")
         case "horizon":
             horizon = _number(value, int, "a whole number")
+            if horizon > MAX_HORIZON:
+                raise ValueError(f"the horizon K must be at most {MAX_HORIZON}, it is {value:.40}")
             variant = replace(variant, horizon=horizon)
         case "gamma":
             variant = replace(variant, gamma=_number(value, float, "a number"))
@@ -129,9 +148,18 @@ def _measure(what: Sweep, cell: tuple[str, int]) -> list[ReplayResult]:
             variant = replace(variant, rho=_number(value, float, "a number"))
         case "predictor":
             predictor = value
+    return _Varied(concurrency, variant, horizon, predictor)
+
+
+def _measure(what: Sweep, cell: tuple[str, int]) -> list[ReplayResult]:
+    """What each policy comes to at one value with one seed."""
+    value, seed = cell
+    concurrency, variant, horizon, predictor = _vary(what, value)
     models = _models(what.workload, what.training_workflows, what.concurrency, seed, predictor, max(1, horizon))
     trace = generate_workload(what.workload, what.workflows, seed)
-    capacity_blocks = int(what.capacity * what.concurrency * mean_final_context_blocks(trace))
+    mean_blocks = mean_final_context_blocks(trace)
+    blocks = what.capacity * what.concurrency * mean_blocks
+    capacity_blocks = count_capacity(what.capacity, what.concurrency * mean_blocks, blocks)
     schedule = make_schedule(trace, concurrency, capacity_blocks=capacity_blocks)
     return [replay_policy(schedule, name, capacity_blocks, models, variant) for name in what.policies]
 
@@ -174,6 +202,7 @@ def plot_sweeps(sweeps: Sequence[Sequence[SweepRow]], path: Path, columns: int =
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    format = image_format(path)
     lines = -(-len(sweeps) // columns)
     size = (7.0, 4.5) if columns == 1 else (4.2 * columns, 3.2 * lines)
     figure = Figure(figsize=size, layout="constrained")
@@ -183,7 +212,8 @@ def plot_sweeps(sweeps: Sequence[Sequence[SweepRow]], path: Path, columns: int =
         for policy in dict.fromkeys(row.policy for row in rows):
             line = [row for row in rows if row.policy == policy]
             axes.errorbar(
-                [row.value for row in line],
+                # A predictor's file may have a dollar in its name, which begins a formula.
+                [row.value.replace("$", r"\$") for row in line],
                 [100 * row.hit_rate for row in line],
                 [100 * row.deviation for row in line],
                 marker="o",
@@ -196,4 +226,4 @@ def plot_sweeps(sweeps: Sequence[Sequence[SweepRow]], path: Path, columns: int =
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120 if columns == 1 else 80)
+        figure.savefig(temporary, dpi=120 if columns == 1 else 80, format=format)

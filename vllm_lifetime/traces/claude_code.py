@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vllm_lifetime.traces.linking import Timed, link_requests
 from vllm_lifetime.traces.prompts import IdSource
 from vllm_lifetime.traces.schema import DEFAULT_AGENT, Trace, TraceRequest, TraceSession
-from vllm_lifetime.traces.source import Row, TraceError, json_lines
+from vllm_lifetime.traces.source import Row, TraceError, is_text, json_lines
 
 __all__ = ["read_claude_code"]
 
@@ -96,6 +96,8 @@ def _requests(session: Row, contexts: _Contexts) -> Iterator[TraceRequest]:
     calls = list(_calls(session.rows("events"), DEFAULT_AGENT, MAIN_AGENT_ID, roles))
     for agent_id, value in Row(session.value.get("subagents", {}), f"{session.where}, subagents").value.items():
         agent = Row(value, f"{session.where}, subagents[{agent_id!r}]")
+        if not is_text(agent_id):
+            raise TraceError(agent.where, "expected a name that UTF-8 can hold")
         role = roles.get(agent.optional_text("parent_tool") or "", DEFAULT_AGENT)
         calls += _calls(agent.rows("ev"), role, agent_id, {})
     calls.sort(key=lambda call: call.starts_s)
@@ -106,7 +108,7 @@ def _requests(session: Row, contexts: _Contexts) -> Iterator[TraceRequest]:
         cached = usage.count("cache_read_input_tokens", 0)
         tokens = cached + usage.count("input_tokens") + usage.count("cache_creation_input_tokens", 0)
         yield TraceRequest(
-            blocks=contexts.blocks(call, tokens, cached),
+            blocks=_blocks(contexts, call, tokens, cached),
             after=after,
             gap_s=max(0.0, call.starts_s - timed[after].ends_s) if after >= 0 else 0.0,
             service_s=timed[index].ends_s - call.starts_s,
@@ -121,6 +123,13 @@ def _requests(session: Row, contexts: _Contexts) -> Iterator[TraceRequest]:
             ends_agent=not call.is_main and last_of[call.agent_id] == index,
             compacts=call.compacts,
         )
+
+
+def _blocks(contexts: _Contexts, call: _Call, tokens: int, cached_tokens: int) -> NDArray[np.int64]:
+    try:
+        return contexts.blocks(call, tokens, cached_tokens)
+    except ValueError as error:
+        raise TraceError(call.row.where, f"field 'usage': {error}") from error
 
 
 def _calls(events: list[Row], role: str, agent_id: str, roles: dict[str, str]) -> Iterator[_Call]:

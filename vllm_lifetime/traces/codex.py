@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_lifetime.traces.prompts import IdSource
+from vllm_lifetime.traces.run_lengths import check_count
 from vllm_lifetime.traces.schema import Trace, TraceRequest, TraceSession
 from vllm_lifetime.traces.source import Row, TraceError, json_lines
 
@@ -114,6 +115,10 @@ def _requests(
         if cached_tokens > tokens:
             raise call.row.error("cached", f"at most `in`, which is {tokens}")
         count, cached = tokens // BLOCK_SIZE_TOKENS, cached_tokens // BLOCK_SIZE_TOKENS
+        try:
+            check_count(max(count, cached))
+        except ValueError as error:
+            raise TraceError(call.row.where, f"field 'in': {error}") from error
         if last is None:
             known = shared.get(version, np.empty(0, np.int64))
             if len(known) < cached:

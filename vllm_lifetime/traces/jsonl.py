@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lifetime.traces.prefixes import check_prefixes
 from vllm_lifetime.traces.recorded import RECORDING_FORMAT, read_recording
 from vllm_lifetime.traces.run_lengths import expand, run_lengths
 from vllm_lifetime.traces.schema import DEFAULT_AGENT, Trace, TraceRequest, TraceSession
@@ -44,6 +48,7 @@ def read_jsonl(path: Path) -> Trace:
     if not block_size:
         raise header.error("block_size_tokens", "at least 1")
     sessions: dict[str, _Session] = {}
+    prompts: list[tuple[str, NDArray[np.int64]]] = []
     for row in lines:
         session_id = row.text("session_id")
         if "blocks" not in row.value:
@@ -56,6 +61,8 @@ def read_jsonl(path: Path) -> Trace:
         if session is None:
             raise row.error("session_id", "a session that a line before names")
         session.requests.append(_read_request(row, len(session.requests)))
+        prompts.append((row.where, session.requests[-1].blocks))
+    check_prefixes(prompts, "blocks")
     return Trace(
         header.text("name"),
         block_size,

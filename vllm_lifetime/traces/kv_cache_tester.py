@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_lifetime.traces.linking import Timed, link_requests
 from vllm_lifetime.traces.prompts import GlobalIds, PromptTexts, common_prefix, cut_out_ids, ids_text
+from vllm_lifetime.traces.run_lengths import check_count
 from vllm_lifetime.traces.schema import DEFAULT_AGENT, Trace, TraceRequest, TraceSession
 from vllm_lifetime.traces.source import Row, TraceError, json_documents, parse_json
 
@@ -124,6 +125,10 @@ def _number(
             tools, system = request.agent.tool_tokens, request.agent.system_tokens
             if request.model == model and (tools, system) not in prefixes:
                 tool_blocks, all_blocks = tools // block_size, (tools + system) // block_size
+                try:
+                    check_count(all_blocks)
+                except ValueError as error:
+                    raise TraceError(request.agent.entry.where, f"fields 'tool_tokens' and 'system_tokens': {error}") from error
                 shared = np.concatenate(
                     [
                         numbering.shared((model, tools), tool_blocks),

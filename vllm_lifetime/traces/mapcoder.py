@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vllm_lifetime.traces.pieces import Piece, PiecedPrompts
 from vllm_lifetime.traces.schema import Trace, TraceRequest, TraceSession
-from vllm_lifetime.traces.source import Row, TraceError, json_lines
+from vllm_lifetime.traces.source import Row, TraceError, is_text, json_lines
 
 __all__ = ["read_mapcoder"]
 
@@ -32,7 +32,7 @@ def read_mapcoder(path: Path) -> Trace:
 
 def _read_workflow(row: Row, index: int, prompts: PiecedPrompts) -> TraceSession:
     agents = row.items("seq")
-    if not agents or not all(isinstance(agent, str) and agent for agent in agents):
+    if not agents or not all(is_text(agent) and agent for agent in agents):
         raise row.error("seq", "a list of agents' names, at least one")
     calls = len(agents)
     task: Piece = (("task", index), round(row.count("desc_chars") / CHARS_PER_TOKEN))
@@ -42,7 +42,10 @@ def _read_workflow(row: Row, index: int, prompts: PiecedPrompts) -> TraceSession
     requests = []
     for call, agent in enumerate(agents):
         outputs: list[Piece] = [(("output", index, earlier), output_in_prompt) for earlier in range(call)]
-        blocks, input_tokens = prompts.blocks([(("prefix", agent), PREFIX_TOKENS), task, *outputs])
+        try:
+            blocks, input_tokens = prompts.blocks([(("prefix", agent), PREFIX_TOKENS), task, *outputs])
+        except ValueError as error:
+            raise TraceError(row.where, str(error)) from error
         requests.append(
             TraceRequest(
                 blocks=blocks,
@@ -62,6 +65,6 @@ def _read_workflow(row: Row, index: int, prompts: PiecedPrompts) -> TraceSession
 
 def _total(row: Row, name: str) -> int:
     counts = row.items(name)
-    if not all(type(count) is int and count >= 0 for count in counts):
-        raise row.error(name, "a list of whole numbers of at least 0")
+    if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):
+        raise row.error(name, "a list of whole numbers of at least 0, below 2**53")
     return sum(counts)

@@ -4,7 +4,9 @@
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from vllm_lifetime.traces.prefixes import check_prefixes
 from vllm_lifetime.traces.schema import Trace, TraceRequest, TraceSession
 from vllm_lifetime.traces.source import TraceError, json_lines
 
@@ -22,6 +24,7 @@ def read_mooncake(path: Path) -> Trace:
     Raises TraceError.
     """
     sessions: list[TraceSession] = []
+    prompts: list[tuple[str, NDArray[np.int64]]] = []
     for row in json_lines(path):
         input_tokens, output_tokens = row.count("input_length"), row.count("output_length")
         ids = row.items("hash_ids")
@@ -40,8 +43,10 @@ def read_mooncake(path: Path) -> Trace:
             input_tokens=input_tokens,
             output_tokens=output_tokens,
         )
+        prompts.append((row.where, request.blocks))
         name = f"request-{len(sessions)}"
         sessions.append(TraceSession(name, (request,), names_session=False, arrival_s=row.seconds("timestamp") / 1000))
     if not sessions:
         raise TraceError(str(path), "expected at least one request, found none")
+    check_prefixes(prompts, "hash_ids")
     return Trace("mooncake", BLOCK_SIZE_TOKENS, tuple(sessions))

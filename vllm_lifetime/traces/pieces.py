@@ -8,6 +8,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_lifetime.traces.run_lengths import check_count
+
 __all__ = ["Piece", "PiecedPrompts"]
 
 Piece: TypeAlias = tuple[Hashable, int]
@@ -32,13 +34,14 @@ class PiecedPrompts:
         self._next_block = 0
 
     def blocks(self, pieces: Iterable[Piece]) -> tuple[NDArray[np.int64], int]:
-        """The whole blocks of a prompt, and its tokens. O(pieces + blocks)."""
+        """The whole blocks of a prompt, and its tokens. O(pieces + blocks). Raises ValueError if they are too many."""
         node, parts = self._root, [self._root.blocks]
         for name, tokens in pieces:
             found = node.after.get(name)
             if found is None:
                 end_token = node.end_token + tokens
                 count = end_token // self._block_size - node.end_token // self._block_size
+                check_count(count)
                 found = _Node(end_token, np.arange(self._next_block, self._next_block + count, dtype=np.int64))
                 self._next_block += count
                 node.after[name] = found

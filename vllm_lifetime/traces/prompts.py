@@ -14,6 +14,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_lifetime.traces.run_lengths import check_count
+
 __all__ = ["GlobalIds", "IdSource", "PromptTexts", "common_prefix", "cut_out_ids", "ids_text"]
 
 _ID_LISTS = re.compile(rb'"hash_ids"\s*:\s*\[([\d,\s]*)\]')
@@ -87,7 +89,8 @@ class IdSource:
     _next: int = 0
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """The next `count` ids."""
+        """The next `count` ids. Raises ValueError if they are more than a prompt can have."""
+        check_count(count)
         first, self._next = self._next, self._next + count
         return np.arange(first, self._next, dtype=np.int64)
 
@@ -100,7 +103,7 @@ class GlobalIds:
     _shared: dict[Hashable, NDArray[np.int64]] = field(default_factory=dict)
 
     def shared(self, name: Hashable, count: int) -> NDArray[np.int64]:
-        """The ids of the prefix part `name`, `count` blocks: the same ones whenever it is named."""
+        """The ids of the prefix part `name`, `count` blocks: the same ones whenever it is named. Raises ValueError, as `take`."""
         ids = self._shared.get(name)
         if ids is None:
             ids = self._shared[name] = self._ids.take(count)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_lifetime.traces.linking import Timed, link_requests
+from vllm_lifetime.traces.prefixes import find_misnamed, number_prefixes
 from vllm_lifetime.traces.run_lengths import expand
 from vllm_lifetime.traces.schema import DEFAULT_AGENT, Trace, TraceRequest, TraceSession
 from vllm_lifetime.traces.source import Row, TraceError, parse_json, text_lines
@@ -72,6 +73,11 @@ def read_recording(path: Path) -> Trace:
     if not reader.block_size_tokens:
         raise TraceError(str(path), "expected a header line, found none")
     sessions = [(s, sorted((r for r in s.requests if r.ends_s >= 0), key=lambda r: r.starts_s)) for s in reader.sessions]
+    ended = [request for _, requests in sessions for request in requests]
+    if find_misnamed(request.blocks for request in ended) is not None:
+        # The recorder forgot a block and not those after it: they are new with it.
+        for request, blocks in zip(ended, number_prefixes(request.blocks for request in ended), strict=True):
+            request.blocks = blocks
     begins_s = min((requests[0].starts_s for _, requests in sessions if requests), default=0.0)
     kept = sorted(((s, requests) for s, requests in sessions if requests), key=lambda item: item[1][0].starts_s)
     traced = (

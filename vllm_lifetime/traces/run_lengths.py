@@ -8,10 +8,18 @@ from numpy.typing import NDArray
 
 from vllm_lifetime.traces.source import Row
 
-__all__ = ["expand", "run_lengths"]
+__all__ = ["check_count", "expand", "run_lengths"]
 
 MAX_BLOCKS = 1 << 24
-"""Blocks that one pair may stand for: a mistyped count must not take the memory of the machine."""
+"""Blocks that one pair, or one part of a prompt, may stand for: a mistyped count must not take the memory of the machine."""
+
+
+def check_count(count: int) -> None:
+    """Raises ValueError if a prompt cannot have `count` blocks."""
+    if count >= MAX_BLOCKS:
+        raise ValueError(
+            f"a prompt must have fewer than {MAX_BLOCKS} blocks, this one has {count} or more; check its token counts"
+        )
 
 
 def run_lengths(blocks: NDArray[np.int64]) -> list[list[int]]:

@@ -6,14 +6,15 @@ import json
 import lzma
 import math
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-__all__ = ["Row", "TraceError", "json_documents", "json_lines", "parse_json", "text_lines"]
+__all__ = ["Row", "TraceError", "is_text", "json_documents", "json_lines", "parse_json", "text_lines"]
 
 _T = TypeVar("_T")
-_PACKED_ERRORS = (OSError, EOFError, lzma.LZMAError, tarfile.TarError)
+_PACKED_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
 _REQUIRED: Any = object()
 
 
@@ -42,13 +43,13 @@ class Row:
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         """A non-empty string."""
-        return self._get(name, default, "a non-empty string", lambda value: isinstance(value, str) and bool(value))
+        return self._get(name, default, "a non-empty string that UTF-8 can hold", lambda value: is_text(value) and bool(value))
 
     def optional_text(self, name: str) -> str | None:
         """A string, or None where the field is absent, null or empty."""
         value = self.value.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self.error(name, "a string or null")
+        if value is not None and not is_text(value):
+            raise self.error(name, "a string that UTF-8 can hold, or null")
         return value or None
 
     def count(self, name: str, default: int = _REQUIRED) -> int:
@@ -83,6 +84,11 @@ class Row:
         return value
 
 
+def is_text(value: object) -> bool:
+    """Whether it is a string that can be written: JSON can hold half a surrogate pair, which UTF-8 cannot."""
+    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value))
+
+
 def text_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Where, and the text of each line that is not empty, of a file (also .xz or .gz). Raises TraceError."""
     try:
@@ -112,7 +118,7 @@ def json_documents(path: Path) -> Iterator[tuple[str, bytes]]:
             yield str(path), path.read_bytes()
         else:
             # Members are taken in the archive's order: seeking back in a compressed file would read it again.
-            with tarfile.open(path, "r|*") as archive:
+            with _open_tar(path) as archive:
                 for member in archive:
                     if member.isfile() and PurePosixPath(member.name).suffix == ".json":
                         file_in_archive = archive.extractfile(member)
@@ -130,6 +136,14 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise TraceError(where, f"expected JSON: {error}") from error
 
 
+def _open_tar(path: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(path, "r|*")
+    except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
+        expected = "a .json file, a folder of such files or a tar of them, as kv-cache-tester has"
+        raise TraceError(str(path), f"expected {expected}; check the file and its --format: {error}") from error
+
+
 def _open_text(path: Path) -> Any:
     if path.suffix == ".xz":
         return lzma.open(path, "rt", encoding="utf-8")
@@ -139,7 +153,12 @@ def _open_text(path: Path) -> Any:
 
 
 def _is_duration(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value) and value >= 0
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def _short(value: object) -> str:

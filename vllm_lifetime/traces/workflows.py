@@ -8,6 +8,7 @@ Both formats are JSON Lines, plain or `.xz`: `mapcoder` (`{"task": ..., "seq": [
 import json
 import lzma
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_lifetime.prediction.forecast import END
+from vllm_lifetime.traces.source import is_text
 
 __all__ = ["WORKFLOW_FORMATS", "AgentWorkflow", "WorkflowFileError", "read_hidden_states", "read_workflows", "write_workflows"]
+
+_ARCHIVE_ERRORS = (
+    *(OSError, EOFError, ValueError, AttributeError, TypeError, MemoryError),
+    # Of zipfile: a damaged member, one packed in a way it does not know, one with a password.
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError, RuntimeError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +75,17 @@ def read_hidden_states(path: str | Path, workflows: Sequence[AgentWorkflow]) -> 
     """Read the hidden states beside a file of workflows: a `.npz` with one array `hidden`, (invocations of all workflows in the
     file's order, hidden size), of any float type. Returns one array for each workflow. Raises `WorkflowFileError`."""
     try:
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise ValueError("it is no such archive, or damaged; write one by numpy.savez(file, hidden=array)")
         with np.load(path, allow_pickle=False) as archive:
-            hidden = archive["hidden"].astype(np.float32)
+            stored = archive["hidden"]
+            if stored.dtype.kind not in "fiu":
+                raise ValueError(f"'hidden' holds elements of type {stored.dtype}, not real numbers")
+            hidden = stored.astype(np.float32)
     except KeyError:
         raise WorkflowFileError(f"{path}: holds no array named 'hidden'") from None
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+    except _ARCHIVE_ERRORS as error:
         raise WorkflowFileError(f"{path}: cannot be read as .npz: {error}") from None
     ends = np.cumsum([len(workflow.agents) for workflow in workflows])
     if hidden.ndim != 2 or len(hidden) != ends[-1] or not hidden.shape[1]:
@@ -104,9 +118,9 @@ def _parse(line: str, key: str) -> AgentWorkflow:
     agents, task = row.get(key), row.get("task")
     if not isinstance(agents, list) or not agents:
         raise ValueError(f"{key!r} must be a list of agents, at least one, but is {agents!r:.60}")
-    if (wrong := next((a for a in agents if not isinstance(a, str) or not a or a == END), None)) is not None:
+    if (wrong := next((a for a in agents if not is_text(a) or not a or a == END), None)) is not None:
         raise ValueError(f"an agent in {key!r} must be a name other than {END}, but is {wrong!r:.60}")
-    if isinstance(task, bool) or not isinstance(task, str | int):
+    if isinstance(task, bool) or not (isinstance(task, int) or is_text(task)):
         raise ValueError(f"'task' must name the task by a string or a number, but is {task!r:.60}")
     return AgentWorkflow(task=str(task), agents=tuple(agents))
 

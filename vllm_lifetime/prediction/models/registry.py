@@ -74,8 +74,13 @@ def train_predictor(name: str, data: TrainingData) -> TransitionPredictor:
     """Train one by name. Raises `ValueError` for an unknown name and for data without rows."""
     if name not in MODELS:
         raise ValueError(f"unknown predictor {name!r}; known: {', '.join(MODELS)}")
-    if not len(data.train) or not len(data.validation):
-        raise ValueError("nothing to train on: no invocation in the training or in the validation workflows")
+    if not len(data.train):
+        raise ValueError("nothing to train on: no invocation in the training workflows")
+    if not len(data.validation):
+        raise ValueError(
+            f"nothing to stop training by: none of the validation workflows' agents is one of the {len(data.train.agents)} "
+            "to train on; give more workflows, of tasks that share agents"
+        )
     return MODELS[name].train(data)
 
 
