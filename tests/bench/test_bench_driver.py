@@ -259,7 +259,8 @@ def test_a_death_in_the_last_requests_is_seen() -> None:
 
 def test_the_time_limit_ends_the_run() -> None:
     """What has been measured is kept, what was running is not counted as an error, and sessions are ended."""
-    with ScriptedServer(latency_s=0.05) as server:
+    # The sixth request has no end, so that one is running when the limit comes, and not just between two.
+    with ScriptedServer(lambda number: "ok" if number < 5 else "hang", latency_s=0.05) as server:
         outcome = run_on(server, make_trace(chain("s", 0, length=60)), Pace(time_limit_s=0.8))
     record = outcome.record
     assert "the time limit of 0.8 s was reached (--time-limit-s)" in str(record.stopped)
