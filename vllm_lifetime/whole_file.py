@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file is written as a whole or not at all: a full disk in the middle leaves what was there before."""
+"""A file is written as a whole or not at all: a full disk in the middle leaves what was there before. And what JSON can hold."""
 
+import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["replacing", "write_text"]
+__all__ = ["finite", "replacing", "write_text"]
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -58,3 +62,8 @@ def write_text(path: str | Path, text: str) -> None:
     """Write UTF-8 text. Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def finite(value: _T) -> _T | None:
+    """`value`, or None, JSON's null, in the place of infinity and NaN, which JSON has no word for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -149,11 +149,15 @@ class Comparison:
 
         In turns, all systems are up from the first run to the last, and those whose turn it is not wait for requests.
         """
+        for name in self._systems:
+            if why := why_not_here(name):
+                self._leave_out(name, why)
         running: dict[str, Running] = {}
         with contextlib.ExitStack() as stack:
             if self._in_turns:
                 for name in self._systems:
-                    self._start(name, running, stack)
+                    if name not in self._missing:
+                        self._start(name, running, stack)
             for repeat in range(repeats):
                 start = repeat % len(self._systems)
                 for name in self._systems[start:] + self._systems[:start]:
@@ -161,9 +165,6 @@ class Comparison:
                         self._run_once(name, repeat, running.get(name))
 
     def _start(self, name: str, running: dict[str, Running], stack: contextlib.ExitStack) -> None:
-        if why := why_not_here(name):
-            self._leave_out(name, why)
-            return
         try:
             running[name] = stack.enter_context(started(SYSTEMS[name], self._site(name, f"{name}-turns"), self._work))
         except FAILURES as error:
@@ -173,8 +174,6 @@ class Comparison:
         began_s = time.monotonic()
         if running is not None:
             result = measure_running(name, running, self._work.again(repeat), repeat)
-        elif why := why_not_here(name):
-            result = Result(name, repeat, error=why)
         else:
             result = measure(SYSTEMS[name], self._site(name, f"{name}-{repeat + 1}"), self._work, repeat)
         if result.error is not None and not result.summary and all(run.system != name for run in self._results):
@@ -274,7 +273,7 @@ def _settings_for(work: Work, settings: ServerSettings) -> ServerSettings:
 
 def _longest(plan: Plan, block_size_tokens: int) -> int:
     """Tokens of the longest request with its output, in whole blocks."""
-    longest = max(r.prompt_tokens + r.output_tokens for session in plan.sessions for r in session.requests)
+    longest = max(request.tokens for session in plan.sessions for request in session.requests)
     return -(-longest // block_size_tokens) * block_size_tokens
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_lifetime.cli import replay
 from vllm_lifetime.simulate.comparison import WORKLOAD_CAPACITY, ReplayRow, make_table
-from vllm_lifetime.simulate.schedule import MAX_CONCURRENCY
+from vllm_lifetime.simulate.limits import MAX_CONCURRENCY
 from vllm_lifetime.traces.workload_spec import load_workload
 
 SMALL = ["--workload", "swebench", "--workflows", "12", "--concurrency", "4", "--capacity", "0.5,0.9"]

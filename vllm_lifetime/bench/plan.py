@@ -32,6 +32,11 @@ class PlannedRequest:
     spawns: bool
     """Whether it is the first request of a sub-agent."""
 
+    @property
+    def tokens(self) -> int:
+        """Of prompt and output together."""
+        return self.prompt_tokens + self.output_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedSession:
@@ -76,11 +81,10 @@ class Plan:
         `sent`: the requests that are asked about, at least one; None: all. `option`: what the scale is called where it is given.
         """
         pairs = sent or [(session, request) for session in self.sessions for request in session.requests]
-        session, request = max(pairs, key=lambda pair: pair[1].prompt_tokens + pair[1].output_tokens)
-        tokens = request.prompt_tokens + request.output_tokens
-        if max_model_len is None or tokens <= max_model_len:
+        session, request = max(pairs, key=lambda pair: pair[1].tokens)
+        if max_model_len is None or request.tokens <= max_model_len:
             return
-        fitting = self.tokens.tokens_per_block * max_model_len // tokens
+        fitting = self.tokens.tokens_per_block * max_model_len // request.tokens
         lowest = self.tokens.id_tokens
         while fitting >= lowest and self._longest_with(fitting, pairs) > max_model_len:
             fitting -= 1
@@ -122,7 +126,7 @@ def make_plan(
     sessions = tuple(_plan_session(session, index, size, trace.block_size_tokens) for index, session in enumerate(chosen))
     for session in sessions:
         for request in session.requests:
-            if request.prompt_tokens + request.output_tokens > MAX_TOKENS:
+            if request.tokens > MAX_TOKENS:
                 raise PlanError(
                     f"request {request.index} of session {session.trace.session_id!r} has {request.prompt_tokens:,} tokens of "
                     f"prompt and {request.output_tokens:,} of output; no more than {MAX_TOKENS:,} can be sent. Scale them down"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,7 @@ import typer
 from vllm_lifetime.cli.console import results_console
 from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
+from vllm_lifetime.whole_file import finite
 
 if TYPE_CHECKING:
     from vllm_lifetime.bench.run import Outcome
@@ -78,7 +78,9 @@ def bench(
     Exit code 1: some of it failed, and what was measured is written all the same; 2: something asked for cannot be.
     """
     settings: dict[str, Any] = {
-        name: _setting(value) for name, value in locals().items() if name not in ("json", "plot")
+        name: str(value) if isinstance(value, Path) else finite(value)
+        for name, value in locals().items()
+        if name not in ("json", "plot")
     }
     from rich.console import Console
 
@@ -126,13 +128,6 @@ def bench(
         failures.append(failure)
     if failures:
         fail("; ".join(failures), INTERRUPTED if was_interrupted else FAILED)
-
-
-def _setting(value: Any) -> Any:
-    """An option as JSON has it: what is without a limit is null."""
-    if isinstance(value, Path):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tell(

@@ -11,6 +11,7 @@ import typer
 from vllm_lifetime.cli.console import results_console
 from vllm_lifetime.cli.failure import fail
 from vllm_lifetime.cli.outputs import check_outputs
+from vllm_lifetime.simulate.limits import MAX_CONCURRENCY
 
 if TYPE_CHECKING:
     from vllm_lifetime.traces.schema import Trace
@@ -22,7 +23,6 @@ WORKFLOWS_PER_SLOT = 4
 
 DEFAULT_CAPACITY = "0.1,0.2,0.35,0.5,0.7"
 DEFAULT_CONCURRENCY = 24
-MAX_CONCURRENCY = 100_000
 WORKLOAD_DEFAULTS = "hover 1.55 at 72, swebench 1.5 at 24, financebench 2.0 at 48"
 
 NO_MATPLOTLIB = "Error: --plot needs matplotlib, which is not installed ({}). Try: pip install matplotlib"

@@ -5,7 +5,6 @@ A position counts at step k if the workflow had not ended before step k; END cou
 its own training.
 """
 
-import math
 import statistics
 import time
 import warnings
@@ -22,6 +21,7 @@ from vllm_lifetime.prediction.models.registry import MODELS, TrainingData, train
 from vllm_lifetime.prediction.samples import Samples, list_agents, make_samples, split_by_task
 from vllm_lifetime.prediction.training import TrainingOptions
 from vllm_lifetime.traces.workflows import AgentWorkflow
+from vllm_lifetime.whole_file import finite
 
 __all__ = ["Measurement", "evaluate", "report", "score_predictor"]
 
@@ -142,14 +142,13 @@ def report(done: Sequence[Measurement], workflows: Sequence[AgentWorkflow], hori
         "agents": list(agents),
         "horizon": horizon,
         "measurements": [
-            {name: _known(value) if isinstance(value, list) else value for name, value in asdict(measurement).items()}
+            {
+                name: [finite(one) for one in value] if isinstance(value, list) else value
+                for name, value in asdict(measurement).items()
+            }
             for measurement in done
         ],
     }
-
-
-def _known(values: Sequence[float]) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values]
 
 
 def _over_seeds(summarise: Callable[..., Any], values: Sequence[NDArray[np.float64]]) -> list[float]:

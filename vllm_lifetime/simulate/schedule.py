@@ -23,11 +23,7 @@ from numpy.typing import NDArray
 from vllm_lifetime.simulate.next_use_order import Steps, agreed_length, next_use_steps
 from vllm_lifetime.traces.schema import Trace, TraceRequest, TraceSession
 
-__all__ = ["MAX_CONCURRENCY", "Event", "EventKind", "Schedule", "make_schedule", "mean_final_context_blocks", "split_trace"]
-
-
-MAX_CONCURRENCY = 100_000
-"""Sessions at a time that a command takes."""
+__all__ = ["Event", "EventKind", "Schedule", "make_schedule", "mean_final_context_blocks", "split_trace"]
 
 
 class EventKind(enum.Enum):

@@ -18,8 +18,9 @@ from vllm_lifetime.prediction.serving import load_predictor
 from vllm_lifetime.simulate.comparison import count_capacity
 from vllm_lifetime.simulate.engine import ReplayResult
 from vllm_lifetime.simulate.images import image_format
+from vllm_lifetime.simulate.limits import MAX_CONCURRENCY
 from vllm_lifetime.simulate.policies import Variant, replay_policy, train
-from vllm_lifetime.simulate.schedule import MAX_CONCURRENCY, make_schedule, mean_final_context_blocks
+from vllm_lifetime.simulate.schedule import make_schedule, mean_final_context_blocks
 from vllm_lifetime.simulate.scored import Models
 from vllm_lifetime.traces.generate import generate_workload
 from vllm_lifetime.whole_file import replacing, write_text

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_lifetime.simulate.hbf.calibration import Finding
 from vllm_lifetime.simulate.hbf.checks import Check
 from vllm_lifetime.simulate.hbf.sweep import ResultRow
-from vllm_lifetime.whole_file import replacing, write_text
+from vllm_lifetime.whole_file import finite, replacing, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,8 +31,7 @@ def write_json(path: Path, rows: Iterable[ResultRow | Check | Finding]) -> None:
 
 def _plain(row: ResultRow | Check | Finding) -> dict[str, Any]:
     if isinstance(row, ResultRow):
-        endless = math.isinf(row.lifetime_years)
-        return asdict(row) | ({"lifetime_years": None} if endless else {})
+        return asdict(row) | {"lifetime_years": finite(row.lifetime_years)}
     if isinstance(row, Check):
         plain = {"id": row.id, "what": row.what, "target": row.target, "value": row.value, "pass": row.passes}
         return plain | {"is_direction": row.is_direction, "hinges_on": row.hinges_on}

@@ -8,7 +8,6 @@ sessions (as `hbm_first` admits them) and the baseline's run.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,7 +33,7 @@ from vllm_lifetime.simulate.hbf.sweep import (
 )
 from vllm_lifetime.simulate.hbf.workloads import Session, score_workers
 from vllm_lifetime.simulate.hbf.write_amplification import AMPLIFICATIONS
-from vllm_lifetime.whole_file import replacing, write_text
+from vllm_lifetime.whole_file import finite, replacing, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -290,8 +289,7 @@ def write_sweep(path: Path, rows: Iterable[SweepRow]) -> None:
 def _plain(row: SweepRow) -> dict[str, Any]:
     plain = asdict(row)
     result: dict[str, Any] = plain.pop("row")
-    whole = result | plain
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in whole.items()}
+    return {key: finite(value) for key, value in (result | plain).items()}
 
 
 def _curve(row: SweepRow) -> str:
